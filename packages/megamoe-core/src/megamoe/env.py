@@ -1,0 +1,48 @@
+"""Environment variables, read here and nowhere else.
+
+| variable | meaning | default |
+|---|---|---|
+| `MEGAMOE_BACKEND` | backend that `select_backend("auto")` takes | none: chosen by what is there |
+| `MEGAMOE_TIMEOUT_S` | seconds that a wait for a peer may take | 300 |
+| `MEGAMOE_DEBUG` | `1`: ids are checked on the host, an id outside [-1, num_experts) raises | `0` |
+| `MEGAMOE_CACHE_DIR` | where compiled kernels are kept | `~/.cache/megamoe` |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megamoe.errors import ConfigError
+
+DEFAULT_TIMEOUT_S = 300.0  # a rank whose kernels just compiled can be late by minutes
+
+
+def backend() -> str | None:
+    """Name in `MEGAMOE_BACKEND`, or None."""
+    return os.environ.get("MEGAMOE_BACKEND") or None
+
+
+def timeout_s() -> float:
+    """Seconds in `MEGAMOE_TIMEOUT_S`, a positive number."""
+    text = os.environ.get("MEGAMOE_TIMEOUT_S")
+    if not text:
+        return DEFAULT_TIMEOUT_S
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError("MEGAMOE_TIMEOUT_S is not a time", got=repr(text), expected="a positive number of seconds")
+    return value
+
+
+def debug() -> bool:
+    """Whether `MEGAMOE_DEBUG` asks for checks that cost a synchronisation."""
+    return os.environ.get("MEGAMOE_DEBUG", "0") not in ("", "0")
+
+
+def cache_dir() -> Path:
+    """Directory of compiled kernels; it need not exist yet."""
+    text = os.environ.get("MEGAMOE_CACHE_DIR")
+    return Path(text) if text else Path.home() / ".cache" / "megamoe"
