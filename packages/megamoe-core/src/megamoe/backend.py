@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megamoe.errors import CapacityError, InputError, SessionError, UnsupportedProblemError
 from megamoe.formats import Quantized
-from megamoe.problem import Activation, ActFormat, MoEProblem, QuantMode, Transport
+from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.device_spec import DeviceSpec
 from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe.tensors import ExpertWeights, PreparedWeights, check_weights, make_weights
@@ -223,8 +223,8 @@ class Backend(ABC):
 
         Args:
             plan: equal on every rank.
-            group: what joins the ranks: a `torch.distributed.ProcessGroup`, a `megamoe.symm.Group`, `VirtualRanks()` for
-                a session that drives all ranks itself, or None for `ep_size` 1.
+            group: what joins the ranks: a `torch.distributed.ProcessGroup`, a `megamoe.symm.Group`, `VirtualRanks()`
+                for a session that drives all ranks itself, or None for `ep_size` 1.
             timeout_s: how long a wait for a peer may take; None reads MEGAMOE_TIMEOUT_S (default 300).
             workspace: symmetric memory of at least `plan.bytes` to use instead of allocating, if the backend can.
 
@@ -236,7 +236,7 @@ class Backend(ABC):
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """Group argument of `Backend.open`: one session drives all `ep_size` ranks; `forward` takes lists, one entry a rank."""
+    """Group argument of `Backend.open`: one session drives all ranks; `forward` takes lists, one entry a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

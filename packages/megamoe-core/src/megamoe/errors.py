@@ -63,7 +63,7 @@ class InputError(MegaMoEError):
 
 
 class CapacityError(InputError):
-    """More tokens than `num_max_tokens_per_rank`; raised before anything is launched, so no peer waits for this rank."""
+    """More tokens than `num_max_tokens_per_rank`; raised before anything is launched or sent."""
 
 
 class CheckpointError(MegaMoEError):
