@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from megamoe import env
 from megamoe.backend import API_VERSION, Backend, Reason, Verdict
-from megamoe.errors import BackendUnavailableError, NoBackendError, UnsupportedProblemError
+from megamoe.errors import BackendError, BackendUnavailableError, NoBackendError, UnsupportedProblemError
 from megamoe.problem import MoEProblem
 
 ENTRY_POINT_GROUP = "megamoe.backends"
@@ -184,13 +184,11 @@ def select_backend(name: str = "auto", problem: MoEProblem | None = None) -> Bac
     return chosen.backend
 
 
-def _selection_error(
-    report: SelectionReport, name: str
-) -> NoBackendError | BackendUnavailableError | UnsupportedProblemError:
+def _selection_error(report: SelectionReport, name: str) -> BackendError:
     wanted = env.backend() if name == "auto" else name
     if wanted is None:
         return NoBackendError(f"no backend can be used\n{report}")
     candidate = next(candidate for candidate in report.candidates if candidate.name == wanted)
     runs_here = candidate.backend is not None and candidate.backend.probe().ok
-    error = UnsupportedProblemError if runs_here else BackendUnavailableError
+    error: type[BackendError] = UnsupportedProblemError if runs_here else BackendUnavailableError
     return error(f"backend {wanted} can't be used ({candidate.verdict.reason}): {candidate.verdict.detail}\n{report}")
