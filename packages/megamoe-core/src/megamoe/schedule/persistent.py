@@ -1,0 +1,258 @@
+"""The persistent programs: what every worker of every rank does in one call, and in which order.
+
+The block order
+    Units are GEMM1 and GEMM2 column tiles. In step s of `num_blocks + lag` steps come the GEMM1 tiles of block s (if it
+    exists), then the GEMM2 tiles of block s - lag (if it exists). Numbered through, unit i runs on CTA i mod G, and
+    each CTA runs its units in increasing order. Tiles of a block are neighbours, so that the CTAs that run at one time
+    share the block's activations in the L2 cache; blocks of an expert are neighbours and share its weights.
+
+Why a ring of `ring_blocks > lag` blocks cannot deadlock
+    Take a rank whose counts have arrived, and its lowest unit u that has not run. All lower units have run.
+    - u = GEMM2(b): it waits for the GEMM1 tiles of b, which are lower.
+    - u = GEMM1(b): it waits for the pulls of b. A CTA's dispatch worker pulls in block order, so what could hold a pull
+      of b back is the ring wait of a block b' <= b: that block b' - ring has retired. Its GEMM2 tiles are in step
+      b' - ring + lag < b' <= b, so they are lower than u, and have run.
+    So u can run. With ring = lag, GEMM2(b - ring) would come in step b, after GEMM1(b): a deadlock.
+    Counts arrive because stage and route wait for nothing but each other's end on the same rank, and a call's
+    `finish` waits for nothing but units and pulls. So every rank's `finish` comes, and with it every `combine`.
+
+Why one wait per block guards the whole ring
+    A slot holds a block's pool rows, its meta and its A2. The pulls of block b wait until block b - ring has retired:
+    all its GEMM2 tiles have read A2 and meta. GEMM1(b) overwrites A2 only after rows_arrived[b], which each pull raises
+    after that wait, so the wait covers A2 too.
+
+Why no hand-shake on entry is needed
+    A rank's call e ends after rank_finished(e) of every rank, raised after that rank's last pull and its last read of
+    entries and counts of e (both roles arrive at Join.FINISHED: a dispatch worker without rows reads counts too). So
+    inputs, entries and counts of e + 1 overwrite nothing that is still read. `combine` of e + 1 at home rank h is
+    written by owners that have h's counts of e + 1, which h publishes after its call e has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megamoe.schedule.protocol import (
+    A2_WRITTEN,
+    BLOCK_RETIRED,
+    COUNTS_PUBLISHED,
+    GRID_JOIN,
+    RANK_FINISHED,
+    ROWS_ARRIVED,
+    Answer,
+    Call,
+    ClearCounters,
+    CombineTokens,
+    Flag,
+    Gemm1,
+    Gemm2,
+    Join,
+    LoadCounts,
+    Op,
+    Phase,
+    ProtocolShape,
+    PullRows,
+    PushCounts,
+    PushEntries,
+    Raise,
+    Role,
+    StageInput,
+    Wait,
+    counter_words,
+    join_arrivals,
+)
+from megamoe.schedule.tiles import Block, Counts, plan_blocks, share
+
+Program: TypeAlias = Generator[Op, Answer, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One column tile of one block in one of the GEMMs (`Phase.GEMM1` or `Phase.GEMM2`)."""
+
+    phase: Phase
+    block: int
+    n_tile: int
+
+
+def block_order(*, num_blocks: int, num_gemm1_tiles: int, num_gemm2_tiles: int, lag_blocks: int) -> Iterator[Unit]:
+    """All units of a rank in order; unit i belongs to CTA i mod G."""
+    for step in range(num_blocks + lag_blocks):
+        if step < num_blocks:
+            for n_tile in range(num_gemm1_tiles):
+                yield Unit(phase=Phase.GEMM1, block=step, n_tile=n_tile)
+        if step >= lag_blocks:
+            for n_tile in range(num_gemm2_tiles):
+                yield Unit(phase=Phase.GEMM2, block=step - lag_blocks, n_tile=n_tile)
+
+
+def unit_at(unit: int, *, num_blocks: int, num_gemm1_tiles: int, num_gemm2_tiles: int, lag_blocks: int) -> Unit | None:
+    """Unit number `unit` of `block_order`, in closed form, as devices compute it; None past the last one.
+
+    The order has three stretches: GEMM1 alone until the lag is reached, both, and GEMM2 alone.
+    """
+    lead = min(lag_blocks, num_blocks)
+    lead_units = lead * num_gemm1_tiles
+    step_units = num_gemm1_tiles + num_gemm2_tiles
+    both_units = (num_blocks - lead) * step_units
+    if unit < lead_units:
+        return Unit(phase=Phase.GEMM1, block=unit // num_gemm1_tiles, n_tile=unit % num_gemm1_tiles)
+    unit -= lead_units
+    if unit < both_units:
+        step, n_tile = divmod(unit, step_units)
+        if n_tile < num_gemm1_tiles:
+            return Unit(phase=Phase.GEMM1, block=lead + step, n_tile=n_tile)
+        return Unit(phase=Phase.GEMM2, block=step, n_tile=n_tile - num_gemm1_tiles)
+    unit -= both_units
+    block = num_blocks - lead + unit // num_gemm2_tiles
+    if block < num_blocks:
+        return Unit(phase=Phase.GEMM2, block=block, n_tile=unit % num_gemm2_tiles)
+    return None
+
+
+def cta_program(shape: ProtocolShape, call: Call, cta: int) -> dict[Role, Program]:
+    """The two programs of one CTA for one call. Both must be driven to their end, concurrently."""
+    return {Role.DISPATCH: dispatch_role(shape, call, cta), Role.MATH: math_role(shape, call, cta)}
+
+
+def dispatch_role(shape: ProtocolShape, call: Call, cta: int) -> Program:
+    """Clear, stage, route, then pull rows into the ring until all blocks are filled."""
+    yield from _clear(shape, cta)
+    yield from _stage(shape, call, cta)
+    yield from _route(shape, call, cta)
+    counts = yield from _receive_counts(shape, call)
+    yield from _pull(shape, call, cta, counts)
+    yield _arrive(Join.FINISHED, call, Phase.FINISH)
+
+
+def math_role(shape: ProtocolShape, call: Call, cta: int) -> Program:
+    """Run this CTA's units, tell every rank when all of this rank's are done, and combine."""
+    counts = yield from _receive_counts(shape, call)
+    yield from _multiply(shape, call, cta, counts)
+    yield from _finish(shape, call, cta)
+    yield from _combine(shape, call, cta)
+
+
+def _clear(shape: ProtocolShape, cta: int) -> Program:
+    words = share(counter_words(shape), shape.num_ctas, cta)
+    if words:
+        yield ClearCounters(first=words.start, num=len(words))
+
+
+def _stage(shape: ProtocolShape, call: Call, cta: int) -> Program:
+    tokens = share(call.num_tokens, shape.num_ctas, cta)
+    if tokens:
+        yield StageInput(first=tokens.start, num=len(tokens))
+
+
+def _route(shape: ProtocolShape, call: Call, cta: int) -> Program:
+    """Push entries and counts to their owners; CTA 0 publishes them when every CTA of this rank is done."""
+    picks = share(call.num_tokens * shape.top_k, shape.num_ctas, cta)
+    if picks:
+        yield PushEntries(first=picks.start, num=len(picks))
+    for owner in range(cta, shape.ep_size, shape.num_ctas):
+        yield PushCounts(owner=owner)
+    yield _arrive(Join.ROUTED, call, Phase.ROUTE)
+    if cta == 0:
+        yield _await_join(Join.ROUTED, shape, call, Phase.ROUTE)
+        for owner in _ranks_from(call.rank, shape):
+            yield Raise(flag=COUNTS_PUBLISHED, rank=owner, index=call.rank, amount=call.epoch, phase=Phase.ROUTE)
+
+
+def _receive_counts(shape: ProtocolShape, call: Call) -> Generator[Op, Answer, Counts]:
+    for src in _ranks_from(call.rank, shape):
+        yield Wait(flag=COUNTS_PUBLISHED, index=src, target=call.epoch, peer=src, phase=Phase.DISPATCH)
+    counts = yield LoadCounts()
+    assert counts is not None
+    return counts
+
+
+def _pull(shape: ProtocolShape, call: Call, cta: int, counts: Counts) -> Program:
+    """Pull this worker's chunks of rows. Chunk c, counted over all blocks, belongs to worker c mod G."""
+    chunk = 0
+    for block in plan_blocks(counts, call.rank, shape.block_m, shape.ring_blocks):
+        slot_is_free = False
+        for first in range(0, block.num_rows, shape.rows_per_pull):
+            if chunk % shape.num_ctas == cta:
+                if not slot_is_free:
+                    yield from _await_slot(shape, call, block)
+                    slot_is_free = True
+                num = min(shape.rows_per_pull, block.num_rows - first)
+                yield PullRows(block=block, first=first, num=num)
+                yield _count(ROWS_ARRIVED, call, block.index, num, Phase.DISPATCH)
+            chunk += 1
+
+
+def _await_slot(shape: ProtocolShape, call: Call, block: Block) -> Program:
+    """Wait until the block that used this ring slot before, if any, has retired."""
+    if block.index >= shape.ring_blocks:
+        yield Wait(
+            flag=BLOCK_RETIRED,
+            index=block.index - shape.ring_blocks,
+            target=shape.num_gemm2_tiles,
+            peer=call.rank,
+            phase=Phase.DISPATCH,
+        )
+
+
+def _multiply(shape: ProtocolShape, call: Call, cta: int, counts: Counts) -> Program:
+    blocks = plan_blocks(counts, call.rank, shape.block_m, shape.ring_blocks)
+    order = block_order(
+        num_blocks=len(blocks),
+        num_gemm1_tiles=shape.num_gemm1_tiles,
+        num_gemm2_tiles=shape.num_gemm2_tiles,
+        lag_blocks=shape.lag_blocks,
+    )
+    for index, unit in enumerate(order):
+        if index % shape.num_ctas == cta:
+            run = _gemm1 if unit.phase is Phase.GEMM1 else _gemm2
+            yield from run(shape, call, blocks[unit.block], unit.n_tile)
+
+
+def _gemm1(shape: ProtocolShape, call: Call, block: Block, n_tile: int) -> Program:
+    yield Wait(flag=ROWS_ARRIVED, index=block.index, target=block.num_rows, peer=call.rank, phase=Phase.GEMM1)
+    yield Gemm1(block=block, n_tile=n_tile)
+    yield _count(A2_WRITTEN, call, block.index, 1, Phase.GEMM1)
+
+
+def _gemm2(shape: ProtocolShape, call: Call, block: Block, n_tile: int) -> Program:
+    yield Wait(flag=A2_WRITTEN, index=block.index, target=shape.num_gemm1_tiles, peer=call.rank, phase=Phase.GEMM2)
+    yield Gemm2(block=block, n_tile=n_tile)
+    yield _count(BLOCK_RETIRED, call, block.index, 1, Phase.GEMM2)
+
+
+def _finish(shape: ProtocolShape, call: Call, cta: int) -> Program:
+    yield _arrive(Join.FINISHED, call, Phase.FINISH)
+    if cta == 0:
+        yield _await_join(Join.FINISHED, shape, call, Phase.FINISH)
+        for home in _ranks_from(call.rank, shape):
+            yield Raise(flag=RANK_FINISHED, rank=home, index=call.rank, amount=call.epoch, phase=Phase.FINISH)
+
+
+def _combine(shape: ProtocolShape, call: Call, cta: int) -> Program:
+    """Every worker waits for every rank, with nothing to combine too: the end of the call tells that all are done."""
+    for owner in _ranks_from(call.rank, shape):
+        yield Wait(flag=RANK_FINISHED, index=owner, target=call.epoch, peer=owner, phase=Phase.COMBINE)
+    tokens = share(call.num_tokens, shape.num_ctas, cta)
+    if tokens:
+        yield CombineTokens(first=tokens.start, num=len(tokens))
+
+
+def _ranks_from(rank: int, shape: ProtocolShape) -> Iterator[int]:
+    """All ranks, one's own first, so that ranks do not all address the same peer at once."""
+    return ((rank + step) % shape.ep_size for step in range(shape.ep_size))
+
+
+def _count(flag: Flag, call: Call, index: int, amount: int, phase: Phase) -> Raise:
+    """Count up one of this rank's own counters."""
+    return Raise(flag=flag, rank=call.rank, index=index, amount=amount, phase=phase)
+
+
+def _arrive(join: Join, call: Call, phase: Phase) -> Raise:
+    return _count(GRID_JOIN, call, join, 1, phase)
+
+
+def _await_join(join: Join, shape: ProtocolShape, call: Call, phase: Phase) -> Wait:
+    return Wait(flag=GRID_JOIN, index=join, target=join_arrivals(join, shape), peer=call.rank, phase=phase)
