@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Unit tests of all packages and the tests that span them. Needs: the three packages, megamoe-core[test,transformers].
+# Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start several processes; one thread each keeps them from fighting
+export HF_HUB_OFFLINE=1                         # no test may reach for a model hub
+python -m pytest -m "not slow and not gpu and not multigpu" "$@"

@@ -1,0 +1,138 @@
+"""Every check of the repository, one session each: `nox -l` lists them, a bare `nox` runs those that need no GPU.
+
+A session makes an environment with the versions of ci/constraints.txt and then calls a step of ci/, so each step can
+also be run by hand, in any environment that has what it imports. Arguments after `--` go to the step.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+
+CONSTRAINTS = Path("ci/constraints.txt").resolve()
+CORE, CUDA, ROCM = "packages/megamoe-core", "packages/megamoe-cuda", "packages/megamoe-rocm"
+# Not in ci/constraints.txt, and installed without dependencies: CUDA builds of torch insist on an older Triton, while
+# the kernels of megamoe-rocm are written for this one. On a CPU nothing of torch uses it.
+TRITON = "triton==3.9.0"
+SKIP_MISSING_HARDWARE = "--skip-missing-hardware"  # after `--`, or MEGAMOE_SKIP_MISSING_HARDWARE=1
+
+
+def pinned(name: str) -> str:
+    """The line of ci/constraints.txt for the distribution `name`."""
+    return next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{name}=="))
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install requirements at the pinned versions."""
+    session.install("-c", str(CONSTRAINTS), *requirements)
+
+
+def install_packages(session: nox.Session, *packages: str, tools: tuple[str, ...] = ()) -> None:
+    """Install packages of this repository, editable, with what they depend on, and then the tools a step calls.
+
+    torch comes first and by its exact version: asked for through a range, pip may take another build of it, gigabytes
+    larger, from another index.
+    """
+    install(session, pinned("torch"), "hatchling", "editables", *tools)
+    editables = [argument for package in packages for argument in ("-e", package)]
+    install(session, "--no-build-isolation", *editables)
+
+
+def step(session: nox.Session, script: str, *arguments: str) -> None:
+    """Run a script of ci/ with the session's environment first on the path."""
+    session.run("bash", f"ci/{script}", *arguments, external=True)
+
+
+def require_hardware(session: nox.Session, kind: str) -> list[str]:
+    """End the session, before anything is installed, where its GPUs are missing; returns the arguments for the step."""
+    check = subprocess.run([sys.executable, "ci/hardware.py", kind], capture_output=True, text=True, check=False)
+    if check.returncode != 0:
+        sentence = f"{session.name} needs hardware that this machine lacks: {check.stderr.strip()}"
+        if SKIP_MISSING_HARDWARE in session.posargs or os.environ.get("MEGAMOE_SKIP_MISSING_HARDWARE") == "1":
+            session.skip(sentence)
+        session.error(f"{sentence}. To skip it: nox -s {session.name} -- {SKIP_MISSING_HARDWARE}")
+    return [argument for argument in session.posargs if argument != SKIP_MISSING_HARDWARE]
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run one MoE layer of a DeepSeek-V3-style FP8 checkpoint over four processes."""
+    install_packages(session, CORE)
+    step(session, "demo.sh", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit tests of all packages, and the tests that span them."""
+    install_packages(session, f"{CORE}[test,transformers]", f"{CUDA}[compile-cu13]", ROCM, tools=("nox",))
+    session.install("--no-deps", TRITON)
+    session.run("python", "ci/check_pins.py")
+    step(session, "tests.sh", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and formatting, and the packages' lockstep."""
+    install(session, "ruff")
+    step(session, "lint.sh", *session.posargs)
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """mypy --strict on the host code of all packages."""
+    install_packages(session, CORE, tools=("mypy", "nox"))
+    step(session, "typecheck.sh", *session.posargs)
+
+
+@nox.session(name="conformance-reference")
+def conformance_reference(session: nox.Session) -> None:
+    """The conformance matrix on the CPU reference."""
+    install_packages(session, f"{CORE}[test]")
+    step(session, "conformance.sh", "reference", *session.posargs)
+
+
+@nox.session(name="conformance-cuda", default=False)
+def conformance_cuda(session: nox.Session) -> None:
+    """The conformance matrix on the CUDA kernel; needs a Hopper GPU."""
+    arguments = require_hardware(session, "cuda")
+    install_packages(session, f"{CORE}[test]", f"{CUDA}[cu13]")
+    step(session, "conformance.sh", "cuda", *arguments)
+
+
+@nox.session(name="conformance-rocm", default=False, venv_params=["--system-site-packages"])
+def conformance_rocm(session: nox.Session) -> None:
+    """The conformance matrix on the ROCm kernels; needs a gfx950 GPU and a Python that has a ROCm build of torch."""
+    arguments = require_hardware(session, "rocm")
+    # ROCm builds of torch come from another index than the pinned one: the build of the calling Python is kept.
+    session.install("-e", f"{CORE}[test]", "-e", f"{ROCM}[mori]")
+    step(session, "conformance.sh", "rocm", *arguments)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build wheels and sdists, check their contents, install them elsewhere."""
+    install(session, "build", "hatchling")
+    step(session, "build.sh", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a broken link or a page outside of the navigation fails."""
+    install(session, "mkdocs", "mkdocs-material")
+    step(session, "docs.sh", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Time a layer with `megamoe bench`, on the GPU backend that is usable here or on the CPU reference."""
+    install_packages(session, CORE)
+    session.run("megamoe", "bench", *session.posargs)
