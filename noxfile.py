@@ -110,10 +110,13 @@ def conformance_cuda(session: nox.Session) -> None:
 
 @nox.session(name="conformance-rocm", default=False, venv_params=["--system-site-packages"])
 def conformance_rocm(session: nox.Session) -> None:
-    """The conformance matrix on the ROCm kernels; needs a gfx950 GPU and a Python that has a ROCm build of torch."""
+    """The conformance matrix on the ROCm kernels; needs a gfx950 GPU and a ROCm build of torch in the base Python."""
     arguments = require_hardware(session, "rocm")
-    # ROCm builds of torch come from another index than the pinned one: the build of the calling Python is kept.
-    session.install("-e", f"{CORE}[test]", "-e", f"{ROCM}[mori]")
+    # ROCm builds of torch come from an index of their own: the one that is there is kept, and what fits it is installed.
+    check = "import sys, torch; sys.exit(None if torch.version.hip else 'torch is there, but not a ROCm build of it')"
+    session.run("python", "-c", check)
+    packages = ["-e", f"{CORE}[test]", "-e", f"{ROCM}[mori]"]
+    session.install(*packages, env={"PIP_CONSTRAINT": ""})
     step(session, "conformance.sh", "rocm", *arguments)
 
 

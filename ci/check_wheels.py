@@ -1,6 +1,6 @@
 """Check what `python -m build` left in a folder: contents, metadata, lockstep, and that the wheels install and import.
 
-Usage: `python ci/check_wheels.py dist`. Makes a virtual environment in a temporary folder, so it needs the network that pip needs, and about a minute.
+Usage: `python ci/check_wheels.py dist`. It installs into a temporary environment: that takes a network and a minute.
 """
 
 from __future__ import annotations

@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mkdocs build --strict "$@"
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict "$@"
