@@ -79,5 +79,5 @@ def test_an_expert_moves_in_place_by_copying_its_slot() -> None:
 
 def test_alternating_rows_with_block_scales_are_refused() -> None:
     """Silently read as packed, they would mix gates and ups; the scales can't be split without requantising."""
-    with pytest.raises(LayoutError, match="ALTERNATING.invert"):
+    with pytest.raises(LayoutError, match=r"ALTERNATING\.invert"):
         prepare(make_experts("interleaved"), PROBLEM, CPU)
