@@ -112,7 +112,7 @@ def conformance_cuda(session: nox.Session) -> None:
 def conformance_rocm(session: nox.Session) -> None:
     """The conformance matrix on the ROCm kernels; needs a gfx950 GPU and a ROCm build of torch in the base Python."""
     arguments = require_hardware(session, "rocm")
-    # ROCm builds of torch come from an index of their own: the one that is there is kept, and what fits it is installed.
+    # ROCm builds of torch come from an index of their own: the one that is there is kept, and what suits it installed.
     check = "import sys, torch; sys.exit(None if torch.version.hip else 'torch is there, but not a ROCm build of it')"
     session.run("python", "-c", check)
     packages = ["-e", f"{CORE}[test]", "-e", f"{ROCM}[mori]"]
