@@ -1,0 +1,130 @@
+"""How ranks find out together whether they can open a session, before any of them waits for memory of another.
+
+A rank that lacks something and raised alone would leave its peers in a collective that never completes. So each step of
+`open()` that can fail on one rank ends in `agree`: all ranks exchange what went wrong, and all raise the same, or none.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from megamoe.errors import BackendUnavailableError, ConfigError, MegaMoEError, ProtocolError
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel, so containers of one host share it
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """What agreeing needs of a group; any `megamoe.symm.Group` has it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, value: Any) -> list[Any]: ...
+
+
+def agree(ranks: Ranks, step: str, act: Callable[[], T]) -> T:
+    """COLLECTIVE. Run `act` on every rank; if it raises on any, raise on all, else return this rank's result.
+
+    Args:
+        ranks: the group.
+        step: what `act` does, for the message: "look at the machine", "allocate the workspace".
+        act: no collective of `ranks` inside, unless every rank that raises in it does so outside of that collective.
+
+    Raises:
+        MegaMoEError: of the lowest rank that failed; its own error there, one of the same type that names it elsewhere.
+    """
+    error: MegaMoEError | None = None
+    result: T | None = None
+    try:
+        result = act()
+    except MegaMoEError as raised:
+        error = raised
+    except Exception as raised:  # a library's own error must not leave the peers waiting either
+        error = BackendUnavailableError(f"could not {step}: {type(raised).__name__}: {raised}")
+    errors: list[MegaMoEError | None] = ranks.all_gather(error)
+    for rank, failed in enumerate(errors):
+        if failed is not None:
+            if rank == ranks.rank:
+                raise failed
+            raise _of_peer(rank, step, failed)
+    return result  # type: ignore[return-value]
+
+
+def _of_peer(rank: int, step: str, failed: MegaMoEError) -> MegaMoEError:
+    """The error of another rank, as this one raises it."""
+    if isinstance(failed, ProtocolError):
+        return failed  # it names its ranks itself
+    message = f"rank {rank} could not {step}: {failed.message}"
+    return type(failed)(message, got=failed.got, expected=failed.expected, hint=failed.hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a rank runs.
+
+    Args:
+        boot: identity of the host's running kernel.
+        host: the host's name, for messages.
+        pci_bus_id: of the rank's GPU.
+        plan: digest of the plan that it opens.
+    """
+
+    boot: str
+    host: str
+    pci_bus_id: str
+    plan: str
+
+
+def take_seat(pci_bus_id: str, plan: str) -> Seat:
+    """This process's seat."""
+    return Seat(boot=BOOT_ID.read_text().strip(), host=socket.gethostname(), pci_bus_id=pci_bus_id, plan=plan)
+
+
+def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool | None]) -> None:
+    """Whether `rank` can work with all others, before any memory is shared.
+
+    Args:
+        seats: of all ranks.
+        rank: whose view this is.
+        can_access: PCI bus id of a peer on this host -> whether this rank's GPU can address its memory; None where this
+            process does not see that GPU, and only mapping the memory will tell.
+
+    Raises:
+        ConfigError: plans differ, or two ranks share a GPU.
+        BackendUnavailableError: no peer-to-peer path to another rank.
+    """
+    own = seats[rank]
+    for peer, seat in enumerate(seats):
+        if peer == rank:
+            continue
+        if seat.plan != own.plan:
+            raise ConfigError(
+                f"ranks {rank} and {peer} open different plans",
+                hint="every rank plans the same problem for the same device, with the same version of megamoe-cuda",
+            )
+        if seat.boot != own.boot:
+            raise BackendUnavailableError(
+                f"no peer-to-peer path from rank {rank} to rank {peer}: they are on different hosts",
+                got=f"{own.host} and {seat.host}",
+                expected="GPUs of one host, joined by NVLink or PCIe peer-to-peer",
+            )
+        if seat.pci_bus_id == own.pci_bus_id:
+            raise ConfigError(
+                f"ranks {rank} and {peer} are on one GPU",
+                got=own.pci_bus_id,
+                hint="call torch.cuda.set_device(local_rank) first, or let one process run all ranks: VirtualRanks()",
+            )
+        if can_access(seat.pci_bus_id) is False:
+            raise BackendUnavailableError(
+                f"no peer-to-peer path from rank {rank} ({own.pci_bus_id}) to rank {peer} ({seat.pci_bus_id})",
+                hint="look at `nvidia-smi topo -p2p r`; in a virtual machine, pass the GPUs through with peer access",
+            )
