@@ -1,0 +1,126 @@
+"""Loading one rank's experts of one layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.checkpoint.convert import convert
+from megamoe.checkpoint.files import TensorFiles
+from megamoe.checkpoint.namings import NAMINGS, Naming, StoredLayer
+from megamoe.errors import CheckpointError, ConfigError
+from megamoe.problem import QuantMode
+from megamoe.tensors import ExpertWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCheckpoint:
+    """One MoE layer in a checkpoint: what it is, and how to read experts of it. Picklable.
+
+    Args:
+        files: where its tensors are.
+        stored: its sizes and formats.
+    """
+
+    files: TensorFiles
+    stored: StoredLayer
+
+    def load_experts(
+        self,
+        experts: range,
+        quant: QuantMode | str | None = None,
+        *,
+        on_expert: Callable[[int], None] | None = None,
+    ) -> ExpertWeights:
+        """Read some experts into memory, converted to the weight format of a mode.
+
+        One expert at a time: beside the result, no more than one expert of the files is in memory, and its pages are
+        given back before the next.
+
+        Args:
+            experts: ids, contiguous; a rank's share is `range(first, first + num_local_experts)`.
+            quant: mode to convert to; None keeps the format of the files.
+            on_expert: called with the number of experts read so far.
+
+        Raises:
+            CheckpointError: an expert or tensor that is missing, or has another shape or dtype.
+            FormatError: sizes that the mode's format can't hold.
+            ConfigError: ids that the layer does not have.
+        """
+        if not 0 <= experts.start < experts.stop <= self.stored.num_experts:
+            raise ConfigError(
+                "experts that the layer does not have", got=experts, expected=f"within 0 to {self.stored.num_experts}"
+            )
+        mode = None if quant is None else QuantMode(quant)
+        result: ExpertWeights | None = None
+        for slot, expert in enumerate(experts):
+            with self.files.open() as reader:
+                single = naming_of(self.stored).read_expert(reader, self.stored, expert)
+                if mode is not None:
+                    single = convert(single, mode)
+                if result is None:
+                    result = _room_for(single, len(experts))
+                _put(single, result, slot)
+                del single
+            if on_expert is not None:
+                on_expert(slot + 1)
+        assert result is not None
+        return result
+
+
+def find_layer(files: TensorFiles, layer: int) -> LayerCheckpoint:
+    """Find out in which naming `files` hold layer `layer`, and its sizes.
+
+    Raises:
+        CheckpointError: no naming fits; the message lists what was looked for and which MoE layers are there.
+    """
+    for naming in NAMINGS:
+        prefix = naming.find(files.where, layer)
+        if prefix is not None:
+            with files.open() as reader:
+                stored = naming.describe(reader, prefix, files.config)
+            limit = files.config.get("swiglu_limit")
+            if stored.swiglu_limit is None and isinstance(limit, int | float) and limit > 0:
+                stored = replace(stored, swiglu_limit=float(limit))
+            return LayerCheckpoint(files=files, stored=stored)
+    wanted = "; ".join(f"{naming.looks_for(layer)} ({naming.name})" for naming in NAMINGS)
+    there = moe_layers(files)
+    raise CheckpointError(
+        f"layer {layer} holds no experts in a naming that is known",
+        got=f"MoE layers {', '.join(map(str, there))}" if there else f"no MoE layer among {len(files.where)} tensors",
+        expected=f"a tensor like {wanted}",
+        hint="name another --layer" if there else "name all files of the checkpoint, or its index file",
+    )
+
+
+def moe_layers(files: TensorFiles) -> list[int]:
+    """Layers of which some naming finds experts, ascending."""
+    layers = {int(match[1]) for name in files.where if (match := re.search(r"(?:^|\.)layers\.(\d+)\.", name))}
+    return sorted(layer for layer in layers if any(naming.find(files.where, layer) for naming in NAMINGS))
+
+
+def naming_of(stored: StoredLayer) -> Naming:
+    """The naming that a layer is stored in."""
+    return next(naming for naming in NAMINGS if naming.name == stored.naming)
+
+
+def _room_for(single: ExpertWeights, count: int) -> ExpertWeights:
+    """Uninitialised weights of `count` experts like `single`."""
+    room: dict[str, Any] = {name: tensor.new_empty(count, *tensor.shape[1:]) for name, tensor in single.tensors()}
+    return replace(single, **room)
+
+
+def _put(single: ExpertWeights, into: ExpertWeights, slot: int) -> None:
+    targets = dict(into.tensors())
+    for name, tensor in single.tensors():
+        _as_bytes(targets[name][slot]).copy_(_as_bytes(tensor[0].contiguous()))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Bytes are copied, not values: not every torch build copies every 8-bit float."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
