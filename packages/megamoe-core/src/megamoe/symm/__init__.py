@@ -1,0 +1,12 @@
+"""Symmetric memory: a buffer on every rank that all ranks can load from and store to.
+
+inproc      ranks are threads of one process
+shm         ranks are processes of one machine, on CPU
+torch_symm  ranks are GPUs, through torch.distributed._symmetric_memory (imported only when it is used)
+"""
+
+from megamoe.symm.base import Group, SymmetricBuffer
+from megamoe.symm.inproc import InprocGroup
+from megamoe.symm.shm import ShmGroup
+
+__all__ = ["Group", "InprocGroup", "ShmGroup", "SymmetricBuffer"]
