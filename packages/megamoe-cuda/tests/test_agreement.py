@@ -9,47 +9,31 @@ from typing import Any
 
 import pytest
 
-from megamoe.errors import BackendUnavailableError, ConfigError, MegaMoEError, WorkspaceError
-from megamoe_cuda.agreement import Seat, agree, check_seats, take_seat
+from megamoe.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    MegaMoEError,
+    MegaMoETimeoutError,
+    RankFailedError,
+    WorkspaceError,
+)
+from megamoe.symm import Group, InprocGroup
+from megamoe_cuda.agreement import Seat, agree, check_seats, exchange_seats, take_seat
 
 SEATS = [Seat(boot="b", host="h", pci_bus_id=f"0000:0{rank}:00.0", plan="p") for rank in range(3)]
 
 
-class ThreadRanks:
-    """Ranks as threads; a gather completes only when every rank has come."""
+def run(size: int, body: Callable[[Group], Any]) -> list[Any]:
+    """Results of `body` on each rank, a thread; an exception is a result."""
+    groups, results = InprocGroup.create(size), [None] * size
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=20)
-        self.values: list[Any] = [None] * size
-
-    def on(self, rank: int) -> Rank:
-        return Rank(self, rank)
-
-
-class Rank:
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self.ranks, self.rank, self.size = ranks, rank, ranks.size
-
-    def all_gather(self, value: Any) -> list[Any]:
-        self.ranks.values[self.rank] = value
-        self.ranks.barrier.wait()
-        gathered = list(self.ranks.values)
-        self.ranks.barrier.wait()
-        return gathered
-
-
-def run(size: int, body: Callable[[Rank], Any]) -> list[Any]:
-    """Results of `body` on each rank; an exception is a result."""
-    ranks, results = ThreadRanks(size), [None] * size
-
-    def work(rank: int) -> None:
+    def work(group: Group) -> None:
         try:
-            results[rank] = body(ranks.on(rank))
+            results[group.rank] = body(group)
         except Exception as error:
-            results[rank] = error
+            results[group.rank] = error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -57,38 +41,58 @@ def run(size: int, body: Callable[[Rank], Any]) -> list[Any]:
     return results
 
 
-def test_results_come_back_when_all_succeed() -> None:
-    assert run(3, lambda rank: agree(rank, "count", lambda: rank.rank * 10)) == [0, 10, 20]
-
-
-def allocate_on(rank: Rank, failing: dict[int, Exception]) -> str:
+def allocate(group: Group, failing: dict[int, Exception]) -> str:
     def act() -> str:
-        if rank.rank in failing:
-            raise failing[rank.rank]
-        return "allocated"
+        if group.rank in failing:
+            raise failing[group.rank]
+        return f"allocated on {group.rank}"
 
-    return agree(rank, "allocate the workspace", act)
+    return agree(group, "allocate the workspace", act, timeout_s=20)
+
+
+def test_results_come_back_when_all_succeed() -> None:
+    assert run(2, lambda group: allocate(group, {})) == ["allocated on 0", "allocated on 1"]
+
+
+def test_a_process_without_peers_needs_no_group() -> None:
+    assert agree(None, "count", lambda: 3, timeout_s=1) == 3
+    with pytest.raises(BackendUnavailableError, match="could not count: ZeroDivisionError"):
+        agree(None, "count", lambda: 1 // 0, timeout_s=1)
 
 
 def test_one_ranks_failure_is_raised_by_all_and_named() -> None:
-    failing: dict[int, Exception] = {1: WorkspaceError("out of memory", got="1 GiB free", expected="2 GiB")}
-    results = run(3, lambda rank: allocate_on(rank, failing))
+    failing: dict[int, Exception] = {1: WorkspaceError("out of memory", got="1 GiB free", expected="2 GiB", hint="h")}
+    results = run(3, lambda group: allocate(group, failing))
     assert [type(result) for result in results] == [WorkspaceError] * 3
-    assert str(results[1]) == "out of memory; got 1 GiB free; expected 2 GiB"
-    assert str(results[0]) == str(results[2]).replace("rank 2", "rank 0")
-    assert str(results[0]).startswith("rank 1 could not allocate the workspace: out of memory; got 1 GiB free")
+    assert results[1] is failing[1]
+    for peer in (0, 2):
+        text = "rank 1 could not allocate the workspace: out of memory; got 1 GiB free; expected 2 GiB; h"
+        assert str(results[peer]) == text
 
 
 def test_all_raise_for_the_same_rank_when_several_fail() -> None:
     failing: dict[int, Exception] = {1: WorkspaceError("one"), 2: BackendUnavailableError("two")}
-    results = run(3, lambda rank: allocate_on(rank, failing))
+    results = run(3, lambda group: allocate(group, failing))
     assert [type(result) for result in results] == [WorkspaceError] * 3
 
 
 def test_a_librarys_own_error_does_not_leave_the_peers_waiting() -> None:
-    results = run(2, lambda rank: allocate_on(rank, {0: RuntimeError("dlopen failed")}))
+    results = run(2, lambda group: allocate(group, {0: RuntimeError("dlopen failed")}))
     assert all(isinstance(result, BackendUnavailableError) for result in results)
     assert all("dlopen failed" in str(result) for result in results)
+
+
+def test_an_error_that_names_its_ranks_reaches_the_peers() -> None:
+    timeout = MegaMoETimeoutError(rank=0, peer=1, phase="allocate", timeout_s=5, epoch=0)
+    own, peer = run(2, lambda group: allocate(group, {0: timeout}))
+    assert own is timeout
+    assert isinstance(peer, RankFailedError)
+    assert (peer.rank, peer.peer) == (1, 0)
+    assert "waited 5 s" in str(peer)
+
+
+def test_seats_are_exchanged() -> None:
+    assert run(3, lambda group: exchange_seats(group, SEATS[group.rank], timeout_s=20)) == [SEATS] * 3
 
 
 def test_equal_seats_on_gpus_of_one_host_are_fine() -> None:

@@ -6,38 +6,30 @@ A rank that lacks something and raised alone would leave its peers in a collecti
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
-from megamoe.errors import BackendUnavailableError, ConfigError, MegaMoEError, ProtocolError
+from megamoe import errors
+from megamoe.errors import BackendUnavailableError, ConfigError, MegaMoEError, RankFailedError
+from megamoe.symm import Group
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel, so containers of one host share it
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """What agreeing needs of a group; any `megamoe.symm.Group` has it."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_gather(self, value: Any) -> list[Any]: ...
-
-
-def agree(ranks: Ranks, step: str, act: Callable[[], T]) -> T:
+def agree(group: Group | None, step: str, act: Callable[[], T], *, timeout_s: float) -> T:
     """COLLECTIVE. Run `act` on every rank; if it raises on any, raise on all, else return this rank's result.
 
     Args:
-        ranks: the group.
+        group: the ranks; None for one process that has no peers.
         step: what `act` does, for the message: "look at the machine", "allocate the workspace".
-        act: no collective of `ranks` inside, unless every rank that raises in it does so outside of that collective.
+        act: enters no collective that a rank on which it raises would miss.
+        timeout_s: seconds to wait for the others.
 
     Raises:
         MegaMoEError: of the lowest rank that failed; its own error there, one of the same type that names it elsewhere.
@@ -50,21 +42,35 @@ def agree(ranks: Ranks, step: str, act: Callable[[], T]) -> T:
         error = raised
     except Exception as raised:  # a library's own error must not leave the peers waiting either
         error = BackendUnavailableError(f"could not {step}: {type(raised).__name__}: {raised}")
-    errors: list[MegaMoEError | None] = ranks.all_gather(error)
-    for rank, failed in enumerate(errors):
-        if failed is not None:
-            if rank == ranks.rank:
-                raise failed
-            raise _of_peer(rank, step, failed)
+        error.__cause__ = raised
+    if group is not None:
+        for rank, data in enumerate(group.all_gather(_encode(error), timeout_s=timeout_s, phase=step)):
+            if data and rank != group.rank:
+                raise _of_peer(data, rank, step, group.rank)
+            if data:
+                break  # this rank is the lowest that failed
+    if error is not None:
+        raise error
     return result  # type: ignore[return-value]
 
 
-def _of_peer(rank: int, step: str, failed: MegaMoEError) -> MegaMoEError:
+def _encode(error: MegaMoEError | None) -> bytes:
+    if error is None:
+        return b""
+    parts = {name: value if value is None else str(value) for name, value in vars(error).items()}
+    text = {"type": type(error).__name__} | {name: parts[name] for name in ("message", "got", "expected", "hint")}
+    return json.dumps(text).encode()
+
+
+def _of_peer(data: bytes, peer: int, step: str, rank: int) -> MegaMoEError:
     """The error of another rank, as this one raises it."""
-    if isinstance(failed, ProtocolError):
-        return failed  # it names its ranks itself
-    message = f"rank {rank} could not {step}: {failed.message}"
-    return type(failed)(message, got=failed.got, expected=failed.expected, hint=failed.hint)
+    text = json.loads(data)
+    kind = getattr(errors, text["type"], MegaMoEError)
+    message = f"rank {peer} could not {step}: {text['message']}"
+    if issubclass(kind, errors.ProtocolError):
+        return RankFailedError(message, rank=rank, peer=peer, hint=text["hint"])
+    error: MegaMoEError = kind(message, got=text["got"], expected=text["expected"], hint=text["hint"])
+    return error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,12 @@ class Seat:
 def take_seat(pci_bus_id: str, plan: str) -> Seat:
     """This process's seat."""
     return Seat(boot=BOOT_ID.read_text().strip(), host=socket.gethostname(), pci_bus_id=pci_bus_id, plan=plan)
+
+
+def exchange_seats(group: Group, own: Seat, *, timeout_s: float) -> list[Seat]:
+    """COLLECTIVE. Seats of all ranks, in rank order."""
+    gathered = group.all_gather(json.dumps(asdict(own)).encode(), timeout_s=timeout_s, phase="exchange seats")
+    return [Seat(**json.loads(data)) for data in gathered]
 
 
 def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool | None]) -> None:
