@@ -22,10 +22,11 @@ Why one wait per block guards the whole ring
     after that wait, so the wait covers A2 too.
 
 Why no hand-shake on entry is needed
-    A rank's call e ends after rank_finished(e) of every rank, raised after that rank's last pull and its last read of
-    entries and counts of e (both roles arrive at Join.FINISHED: a dispatch worker without rows reads counts too). So
-    inputs, entries and counts of e + 1 overwrite nothing that is still read. `combine` of e + 1 at home rank h is
-    written by owners that have h's counts of e + 1, which h publishes after its call e has ended.
+    A rank's call e ends after rank_finished(e) of every rank, raised after all units of that rank. All its pulls came
+    before (a unit waits for the rows of its block), and all reads of counts (a CTA's math worker starts after its
+    dispatch worker has read them; without that, a dispatch worker without rows could read counts of e + 1). So inputs,
+    entries and counts of e + 1 overwrite nothing that is still read. `combine` of e + 1 at home rank h is written by
+    owners that have h's counts of e + 1, which h publishes after its call e has ended.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import TypeAlias
 from megamoe.schedule.protocol import (
     A2_WRITTEN,
     BLOCK_RETIRED,
+    COUNTS_LOADED,
     COUNTS_PUBLISHED,
     GRID_JOIN,
     RANK_FINISHED,
@@ -45,6 +47,7 @@ from megamoe.schedule.protocol import (
     Call,
     ClearCounters,
     CombineTokens,
+    CountPicks,
     Flag,
     Gemm1,
     Gemm2,
@@ -61,7 +64,7 @@ from megamoe.schedule.protocol import (
     StageInput,
     Wait,
     counter_words,
-    join_arrivals,
+    join_target,
 )
 from megamoe.schedule.tiles import Block, Counts, plan_blocks, share
 
@@ -122,14 +125,17 @@ def dispatch_role(shape: ProtocolShape, call: Call, cta: int) -> Program:
     yield from _clear(shape, cta)
     yield from _stage(shape, call, cta)
     yield from _route(shape, call, cta)
-    counts = yield from _receive_counts(shape, call)
+    for src in _ranks_from(call.rank, shape):
+        yield Wait(flag=COUNTS_PUBLISHED, index=src, target=call.epoch, peer=src, phase=Phase.DISPATCH)
+    counts = yield from _load_counts()
+    yield _count(COUNTS_LOADED, call, cta, 1, Phase.DISPATCH)
     yield from _pull(shape, call, cta, counts)
-    yield _arrive(Join.FINISHED, call, Phase.FINISH)
 
 
 def math_role(shape: ProtocolShape, call: Call, cta: int) -> Program:
     """Run this CTA's units, tell every rank when all of this rank's are done, and combine."""
-    counts = yield from _receive_counts(shape, call)
+    yield Wait(flag=COUNTS_LOADED, index=cta, target=1, peer=call.rank, phase=Phase.DISPATCH)
+    counts = yield from _load_counts()
     yield from _multiply(shape, call, cta, counts)
     yield from _finish(shape, call, cta)
     yield from _combine(shape, call, cta)
@@ -151,6 +157,10 @@ def _route(shape: ProtocolShape, call: Call, cta: int) -> Program:
     """Push entries and counts to their owners; CTA 0 publishes them when every CTA of this rank is done."""
     picks = share(call.num_tokens * shape.top_k, shape.num_ctas, cta)
     if picks:
+        yield CountPicks(cta=cta, first=picks.start, num=len(picks))
+    yield _arrive(Join.COUNTED, call, Phase.ROUTE)
+    yield _await_join(Join.COUNTED, shape, call, Phase.ROUTE)
+    if picks:
         yield PushEntries(first=picks.start, num=len(picks))
     for owner in range(cta, shape.ep_size, shape.num_ctas):
         yield PushCounts(owner=owner)
@@ -161,9 +171,7 @@ def _route(shape: ProtocolShape, call: Call, cta: int) -> Program:
             yield Raise(flag=COUNTS_PUBLISHED, rank=owner, index=call.rank, amount=call.epoch, phase=Phase.ROUTE)
 
 
-def _receive_counts(shape: ProtocolShape, call: Call) -> Generator[Op, Answer, Counts]:
-    for src in _ranks_from(call.rank, shape):
-        yield Wait(flag=COUNTS_PUBLISHED, index=src, target=call.epoch, peer=src, phase=Phase.DISPATCH)
+def _load_counts() -> Generator[Op, Answer, Counts]:
     counts = yield LoadCounts()
     assert counts is not None
     return counts
@@ -255,4 +263,4 @@ def _arrive(join: Join, call: Call, phase: Phase) -> Raise:
 
 
 def _await_join(join: Join, shape: ProtocolShape, call: Call, phase: Phase) -> Wait:
-    return Wait(flag=GRID_JOIN, index=join, target=join_arrivals(join, shape), peer=call.rank, phase=phase)
+    return Wait(flag=GRID_JOIN, index=join, target=join_target(call.epoch, shape), peer=call.rank, phase=phase)

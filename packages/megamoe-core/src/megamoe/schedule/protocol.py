@@ -67,6 +67,10 @@ class Life(StrEnum):
     wrap at 2^32. Opening (or resetting) a session stores first_epoch - 1 in it, then all ranks meet, so that the value
     it starts with satisfies no wait."""
 
+    MONOTONE = "monotone"
+    """A counter that grows by the same amount in every call, and wraps. Never reset; what it must reach is the epoch
+    times that amount, so it starts at first_epoch - 1 times that amount."""
+
     PARITY = "parity"
     """A counter, kept twice: calls of even and of odd epochs use their own copy. Each call zeroes the copy that it does
     not use, which nobody touches then. Both start at zero."""
@@ -144,24 +148,33 @@ GRID_JOIN = Flag(
     name="grid_join",
     lives_on="every rank",
     one_per="join of a call (Join)",
-    raised_by="each worker that takes part, once it has done what the join stands for",
-    target="workers that take part",
+    raised_by="each CTA, once it has done what the join stands for",
+    target="epoch * CTAs",
+    scope=Scope.GPU,
+    life=Life.MONOTONE,
+)
+COUNTS_LOADED = Flag(
+    name="counts_loaded",
+    lives_on="every rank",
+    one_per="CTA",
+    raised_by="the CTA's dispatch worker, once it has read the counts; a kernel's roles meet at a CTA barrier instead",
+    target="1",
     scope=Scope.GPU,
     life=Life.PARITY,
 )
 
-FLAGS = (COUNTS_PUBLISHED, RANK_FINISHED, ROWS_ARRIVED, A2_WRITTEN, BLOCK_RETIRED, GRID_JOIN)
+FLAGS = (COUNTS_PUBLISHED, RANK_FINISHED, GRID_JOIN, ROWS_ARRIVED, A2_WRITTEN, BLOCK_RETIRED, COUNTS_LOADED)
 """All flags, in workspace order: those that peers raise first."""
 
-EPOCH_FLAGS = tuple(flag for flag in FLAGS if flag.life is Life.EPOCH)
 PARITY_FLAGS = tuple(flag for flag in FLAGS if flag.life is Life.PARITY)
 
 
 class Join(IntEnum):
-    """Index of a grid join. Only CTA 0 waits for one; the others arrive and go on."""
+    """Index of a grid join, in the order of a call. Every CTA arrives at each; who waits is said here."""
 
-    ROUTED = 0  # the dispatch workers: input rows, entries and counts of this rank are stored
-    FINISHED = 1  # all workers: everything is pulled, multiplied and sent home
+    COUNTED = 0  # this rank's picks are counted per expert; CTAs that push entries wait
+    ROUTED = 1  # input rows, entries and counts of this rank are stored; CTA 0 waits
+    FINISHED = 2  # all units of this rank have run, so all rows are pulled, multiplied and sent home; CTA 0 waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +193,13 @@ class Region:
 
 INPUT = Region(
     name="input", lives_on="home rank", cell="token: its payload and scales", written_by="home rank", read_by="owners"
+)
+ROUTE_TOTALS = Region(
+    name="route_totals",
+    lives_on="home rank",
+    cell="CTA: its picks per global expert; a kernel keeps the sums over CTAs, in counters of the parity kind",
+    written_by="home rank",
+    read_by="home rank",
 )
 ROUTE_ENTRIES = Region(
     name="route_entries",
@@ -218,7 +238,7 @@ COMBINE = Region(
     read_by="home rank",
 )
 
-REGIONS = (INPUT, ROUTE_ENTRIES, ROUTE_COUNTS, POOL, A2, COMBINE)
+REGIONS = (INPUT, ROUTE_TOTALS, ROUTE_ENTRIES, ROUTE_COUNTS, POOL, A2, COMBINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,19 +299,37 @@ def next_epoch(epoch: int, step: int = 1) -> int:
 
 
 def reached(value: int, target: int) -> bool:
-    """Whether a flag's word satisfies a wait: value - target >= 0 as a signed 32-bit difference, for both lives."""
+    """Whether a flag's word satisfies a wait: value - target >= 0 as a signed 32-bit difference, for every life."""
     return (value - target) % UINT32_RANGE < UINT32_RANGE // 2
+
+
+def initial_value(flag: Flag, first_epoch: int, shape: ProtocolShape) -> int:
+    """What all words of a flag hold before the call of `first_epoch`: when a session opens, and after a reset.
+
+    After these stores all ranks meet, before the first of them makes a call.
+    """
+    if flag.life is Life.PARITY:
+        return 0
+    before = next_epoch(first_epoch, -1)
+    return before if flag.life is Life.EPOCH else join_target(before, shape)
+
+
+def join_target(epoch: int, shape: ProtocolShape) -> int:
+    """What a grid join's word reaches in the call of `epoch`, uint32."""
+    return epoch * shape.num_ctas % UINT32_RANGE
 
 
 def flag_words(flag: Flag, shape: ProtocolShape) -> int:
     """uint32 words of a flag in one rank's workspace; for parity flags, of one of the two copies."""
     if flag is COUNTS_PUBLISHED or flag is RANK_FINISHED:
         return shape.ep_size
-    return len(Join) if flag is GRID_JOIN else shape.max_blocks
+    if flag is GRID_JOIN:
+        return len(Join)
+    return shape.num_ctas if flag is COUNTS_LOADED else shape.max_blocks
 
 
 def counter_words(shape: ProtocolShape) -> int:
-    """uint32 words of one copy of all parity counters."""
+    """uint32 words of one copy of all parity flags."""
     return sum(flag_words(flag, shape) for flag in PARITY_FLAGS)
 
 
@@ -310,11 +348,6 @@ def counter_flag(word: int, shape: ProtocolShape) -> tuple[Flag, int]:
     raise IndexError(word)
 
 
-def join_arrivals(join: Join, shape: ProtocolShape) -> int:
-    """Workers that arrive at a join."""
-    return shape.num_ctas if join is Join.ROUTED else shape.num_ctas * len(Role)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Ops. A program is a generator that yields them one by one; the executor runs each to its end before it resumes the
 # generator. Only LoadCounts has a result, which the executor sends into the generator. `rank` below is the worker's.
@@ -325,7 +358,7 @@ def join_arrivals(join: Join, shape: ProtocolShape) -> int:
 class Wait:
     """Block until `reached(word, target)` for this rank's own word `index` of `flag`, then acquire.
 
-    For a parity flag the word is in this call's copy. An executor may run the rank's other workers meanwhile. On a
+    A parity flag's word is in this call's copy. An executor may run the rank's other workers meanwhile. On a
     time-out it raises MegaMoETimeoutError with `phase`, `peer` (whom it waited for) and `index`.
     """
 
@@ -339,8 +372,8 @@ class Wait:
 @dataclass(frozen=True, kw_only=True)
 class Raise:
     """Release, then change word `index` of `flag` on rank `rank`: an epoch flag is set to `amount` (which is the
-    epoch; a single worker in the world ever raises that word), a parity flag of this call's copy grows by `amount`
-    atomically."""
+    epoch; a single worker in the world ever raises that word), the others grow by `amount` atomically, modulo 2^32, a
+    parity flag in this call's copy. Only epoch flags are raised on other ranks."""
 
     flag: Flag
     rank: int
@@ -370,17 +403,31 @@ class StageInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushEntries:
-    """Write the entries of this rank's picks `first .. first + num - 1` to `route_entries[src=rank]` of their owners.
+class CountPicks:
+    """Count this rank's picks `first .. first + num - 1` per expert, for the `PushEntries` of all CTAs of the rank.
 
-    A pick is token * top_k + slot. Ids of -1 are skipped; ids outside [-1, num_experts) are skipped and counted.
-    Where an entry goes depends on all picks of the rank (entries are sorted by local expert; within an expert by pick),
-    so the worker counts the caller's ids itself: those before `first` too, and those after. No worker needs another's
-    counts, hence no join.
+    A pick is token * top_k + slot. Ids of -1 are skipped; ids outside [-1, num_experts) are skipped, and the rank's
+    counter of dropped ids grows. An executor whose `PushEntries` looks at all picks itself only counts dropped ids.
     """
 
     phase: ClassVar[Phase] = Phase.ROUTE
     reads: ClassVar[tuple[Region, ...]] = ()
+    writes: ClassVar[tuple[Region, ...]] = (ROUTE_TOTALS,)
+    cta: int
+    first: int
+    num: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushEntries:
+    """Write the entries of this rank's picks `first .. first + num - 1` to `route_entries[src=rank]` of their owners.
+
+    Entries of one source at one owner are sorted by local expert, so a place follows from the counts of all CTAs.
+    Picks without an expert have no entry.
+    """
+
+    phase: ClassVar[Phase] = Phase.ROUTE
+    reads: ClassVar[tuple[Region, ...]] = (ROUTE_TOTALS,)
     writes: ClassVar[tuple[Region, ...]] = (ROUTE_ENTRIES,)
     first: int
     num: int
@@ -391,7 +438,7 @@ class PushCounts:
     """Write the counts of all of this rank's picks per expert of `owner` to `owner`'s `route_counts[src=rank]`."""
 
     phase: ClassVar[Phase] = Phase.ROUTE
-    reads: ClassVar[tuple[Region, ...]] = ()
+    reads: ClassVar[tuple[Region, ...]] = (ROUTE_TOTALS,)
     writes: ClassVar[tuple[Region, ...]] = (ROUTE_COUNTS,)
     owner: int
 
@@ -457,7 +504,9 @@ class CombineTokens:
     num: int
 
 
-Act: TypeAlias = StageInput | PushEntries | PushCounts | LoadCounts | PullRows | Gemm1 | Gemm2 | CombineTokens
+Act: TypeAlias = (
+    StageInput | CountPicks | PushEntries | PushCounts | LoadCounts | PullRows | Gemm1 | Gemm2 | CombineTokens
+)
 """Ops with a body that each executor brings: plain accesses to the regions that `reads` and `writes` name."""
 
 Op: TypeAlias = Wait | Raise | ClearCounters | Act

@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe.errors import ConfigError
-from megamoe.schedule.tiles import max_pool_blocks
+from megamoe.schedule.tiles import balanced_blocks, max_pool_blocks
 
 LAG_FRACTION = 0.45  # with the two bounds: the lag of the best public kernel of this design
 MIN_LAG_BLOCKS = 8
 MAX_LAG_BLOCKS = 64
 
-PREFETCH_BLOCKS = 64
+MAX_PREFETCH_BLOCKS = 64
 """Blocks beyond the live set, which pulls may fill ahead of GEMM1. An H200 works on about 8 blocks of 16 tiles at a
 time, so this is some 8 rounds of slack; with 128 rows a block and the seed's shape (H=4096, I=2048) it costs 50 MiB."""
 
@@ -82,9 +82,10 @@ def default_ring(
     lag_blocks: int | None = None,
     ring_blocks: int | None = None,
 ) -> Ring:
-    """The ring for a capacity: the live set plus `PREFETCH_BLOCKS`, or all blocks of the fullest call, if fewer.
+    """The ring for a capacity, sized for full calls with balanced routing. Fuller calls only turn it more often.
 
-    `lag_blocks` and `ring_blocks` override the defaults.
+    It holds the live set and as many blocks again as a balanced call has, up to `MAX_PREFETCH_BLOCKS`; and never more
+    than the fullest call fills. `lag_blocks` and `ring_blocks` override the defaults.
     """
     max_blocks = max_pool_blocks(
         ep_size=ep_size,
@@ -93,6 +94,15 @@ def default_ring(
         num_local_experts=num_local_experts,
         block_m=block_m,
     )
-    lag = default_lag(max_blocks) if lag_blocks is None else lag_blocks
-    ring = min(live_blocks(lag, max_blocks) + PREFETCH_BLOCKS, max_blocks) if ring_blocks is None else ring_blocks
-    return Ring(block_m=block_m, lag_blocks=lag, ring_blocks=ring, max_blocks=max_blocks)
+    usual_blocks = balanced_blocks(
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+        top_k=top_k,
+        num_local_experts=num_local_experts,
+        block_m=block_m,
+    )
+    if lag_blocks is None:
+        lag_blocks = default_lag(usual_blocks)
+    if ring_blocks is None:
+        prefetch_blocks = min(usual_blocks, MAX_PREFETCH_BLOCKS)
+        ring_blocks = min(live_blocks(lag_blocks, max_blocks) + prefetch_blocks, max_blocks)
+    return Ring(block_m=block_m, lag_blocks=lag_blocks, ring_blocks=ring_blocks, max_blocks=max_blocks)

@@ -22,6 +22,7 @@ from megamoe.schedule.waves import Ring
 ARRAY_ALIGNMENT = 1024  # bytes; a TMA tile with a 128-byte swizzle repeats every 1024
 ROW_ALIGNMENT = 16  # bytes; size and address granule of cp.async.bulk and of TMA strides
 WORD = 4  # bytes of a flag
+CACHE_LINE = 128  # bytes; words that all CTAs of a rank add to and poll have a line each
 ENTRY_BYTES = 8  # int32 token * top_k + slot, FP32 router weight
 META_BYTES = 16  # int32 source rank, int32 token * top_k + slot, FP32 router weight, padded to one 16-byte store
 FP8_TRANSPORT_BLOCK = 32  # columns that one E8M0 byte of fp8_blockwise_1x32 covers
@@ -181,6 +182,7 @@ def plan_workspace(
     activation: RowFormat,
     transport: str,
     rings: tuple[Ring, ...],
+    num_ctas: int = 0,
 ) -> WorkspaceLayout:
     """Lay out the workspace of one rank.
 
@@ -195,6 +197,7 @@ def plan_workspace(
         transport: "bf16" or "fp8_blockwise_1x32".
         rings: one per tile height that a call of this session may choose. They share the memory: the ring takes the
             rows of the largest, the counters those of the one with the most blocks.
+        num_ctas: CTAs whose two roles meet through memory (`counts_loaded`); 0 where they meet at a CTA barrier.
 
     Raises:
         ConfigError: no ring, or an unknown transport.
@@ -202,7 +205,8 @@ def plan_workspace(
     if not rings:
         raise ConfigError("a workspace needs at least one ring")
     ring_rows = max(ring.num_rows for ring in rings)
-    max_blocks = max(ring.max_blocks for ring in rings)
+    # One copy: route totals, then protocol.PARITY_FLAGS in their order.
+    num_counters = ep_size * num_local_experts + 3 * max(ring.max_blocks for ring in rings) + num_ctas
     capacity = num_max_tokens_per_rank
     layout = _Builder()
 
@@ -214,7 +218,7 @@ def plan_workspace(
     layout.add("combine", COMBINE, (top_k, capacity), combine_row_bytes(transport, hidden_size))
     layout.add("counts_published", None, (ep_size,), WORD)
     layout.add("rank_finished", None, (ep_size,), WORD)
-    layout.add("abort", None, (ep_size,), WORD)  # rank r stores its epoch in word r of all ranks when it fails
+    layout.add("abort", None, (ep_size,), WORD)  # a rank that fails stores a non-zero word at its index on all ranks
 
     layout.start(Section.LOCAL)
     layout.add("pool_payload", POOL, (ring_rows,), activation.payload_bytes(hidden_size))
@@ -222,8 +226,9 @@ def plan_workspace(
     layout.add("pool_meta", POOL, (ring_rows,), META_BYTES)
     layout.add("a2_payload", A2, (ring_rows,), activation.payload_bytes(intermediate_size))
     layout.add("a2_scales", A2, (ring_rows,), activation.scales_bytes(intermediate_size))
-    # The parity counters, two copies of each, in the order of protocol.PARITY_FLAGS within a copy.
-    layout.add("counters", None, (2, 3 * max_blocks + len(Join)), WORD)
+    layout.add("grid_join", None, (len(Join),), CACHE_LINE)
+    layout.add("counters", None, (2, num_counters), WORD)
+    layout.add("epoch", None, (1,), WORD)  # of the last call; a replayed graph can't bring it as an argument
     layout.add("dropped_ids", None, (1,), WORD)  # ids outside [-1, num_experts), summed over calls
     return WorkspaceLayout(arrays=tuple(layout.arrays))
 
