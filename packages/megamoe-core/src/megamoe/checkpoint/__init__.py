@@ -12,16 +12,19 @@ from megamoe.checkpoint.convert import conversion, convert
 from megamoe.checkpoint.files import TensorFiles, TensorReader
 from megamoe.checkpoint.load import LayerCheckpoint, find_layer, moe_layers
 from megamoe.checkpoint.namings import NAMINGS, Naming, StoredLayer
+from megamoe.checkpoint.router import Router, load_router
 
 __all__ = [
     "NAMINGS",
     "LayerCheckpoint",
     "Naming",
+    "Router",
     "StoredLayer",
     "TensorFiles",
     "TensorReader",
     "conversion",
     "convert",
     "find_layer",
+    "load_router",
     "moe_layers",
 ]
