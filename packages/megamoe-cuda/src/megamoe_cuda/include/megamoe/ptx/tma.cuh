@@ -1,0 +1,48 @@
+// Bulk copies into shared memory. They are the async proxy: fence_proxy_async_global() stands between ordinary
+// stores to global memory and a bulk copy that reads them.
+#pragma once
+
+#include "megamoe/ptx/types.cuh"
+
+namespace megamoe::ptx {
+
+// A CUtensorMap, passed by value inside the kernel's arguments.
+struct alignas(64) TensorMap {
+    uint64_t words[16];
+};
+
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Box at (column `x`, row `y`) of a 2-D map.
+__device__ __forceinline__ void tma_load_2d(uint32_t destination, const TensorMap& map, uint32_t x, uint32_t y,
+                                            uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            destination),
+        "l"(&map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void tma_load_2d_evict_first(uint32_t destination, const TensorMap& map, uint32_t x,
+                                                        uint32_t y, uint32_t barrier) {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+        "%3}], [%4], %5;" ::"r"(destination),
+        "l"(&map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+        : "memory");
+}
+// Contiguous bytes; addresses and size are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t num_bytes,
+                                          uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+        "l"(source), "r"(num_bytes), "r"(barrier)
+        : "memory");
+}
+
+}  // namespace megamoe::ptx

@@ -1,0 +1,123 @@
+// Combine: every token's rows, from wherever its experts live, summed in slot order in FP32 and stored as BF16.
+//
+// Math threads only; after `finish`. A slot without a valid expert is never read and adds exactly 0.
+#pragma once
+
+#include "megamoe/numerics/e8m0.cuh"
+#include "megamoe/roles/gemm2_epilogue.cuh"
+#include "megamoe/roles/route.cuh"
+
+namespace megamoe {
+
+constexpr uint32_t kCombineColumns = kWarpSize * 8;  // columns of a warp's item, 8 a lane
+
+// Tells every home rank that all of this rank's rows are stored, then waits for every owner.
+//
+//   Arrives   all CTAs at Join::kFinished, one thread after a barrier of the math threads; CTA 0 waits and signals.
+//   Signal    rank_finished[this rank] at the home rank := epoch, st.release.sys. One writer per word.
+//   Also      CTA 0 raises the epoch for the next call: by then every CTA of the rank has read it.
+__device__ __forceinline__ bool finish(const Cta& cta, uint32_t warp, uint32_t* shared_result) {
+    ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+    if (warp == 0) {
+        bool done = !cta.watchdog.aborted();  // a CTA that skipped stores must not say that it is done
+        if (done && lane_id() == 0) {
+            ptx::fence_acq_rel_sys();  // this CTA's rows went to peers
+            arrive(cta, Join::kFinished);
+        }
+        if (done && cta.index == 0) {
+            done = await_join(cta, Join::kFinished, Phase::kFinish);
+            for (uint32_t i = lane_id(); done && i < cfg::kNumRanks; i += kWarpSize) {
+                const uint32_t home = (cta.rank + i) % cfg::kNumRanks;
+                ptx::st_release_sys(cta.peer(home).rank_finished(cta.rank), cta.epoch);
+            }
+            if (done && lane_id() == 0) *cta.workspace.epoch() = cta.epoch;
+        }
+        for (uint32_t owner = lane_id(); done && owner < cfg::kNumRanks; owner += kWarpSize) {
+            const uint32_t* flag = cta.workspace.rank_finished(owner);
+            done = wait_until(cta.watchdog, Phase::kCombine, owner, owner, cta.epoch,
+                              [=] { return ptx::ld_acquire_sys(flag); });
+        }
+        done = __all_sync(kFullMask, done);
+        if (lane_id() == 0) *shared_result = done;
+    }
+    ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+    return *shared_result != 0;
+}
+
+// Bit k: slot k of the token has an expert.
+__device__ __forceinline__ uint32_t valid_slots(const Cta& cta, uint32_t token) {
+    bool valid = false, is_dropped;
+    if (lane_id() < cfg::kTopK) {
+        valid = expert_of_pick(cta, token * cfg::kTopK + lane_id(), is_dropped) != kNoExpert;
+    }
+    return __ballot_sync(kFullMask, valid);
+}
+
+// 8 columns of a transported row, as loaded.
+struct TransportedColumns {
+    uint4 words;  // BF16: 8 values; FP8: 8 payload bytes in x and y, the scale byte in z
+
+    __device__ __forceinline__ static TransportedColumns load(const uint8_t* row, uint32_t column) {
+        if constexpr (cfg::kTransport == Transport::kBf16) {
+            return {ptx::ld_l2(reinterpret_cast<const uint4*>(row + 2 * column))};
+        } else {
+            const uint2 payload = ptx::ld_l2(reinterpret_cast<const uint2*>(row + column));
+            return {make_uint4(payload.x, payload.y, ptx::ld_l2(row + cfg::kHiddenSize + column / kMxBlock), 0)};
+        }
+    }
+    __device__ __forceinline__ void add_to(float (&sum)[8]) const {
+        const uint32_t* w = &words.x;
+        [[maybe_unused]] const float scale = e8m0_decode(words.z);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float2 pair;
+            if constexpr (cfg::kTransport == Transport::kBf16) {
+                pair = ptx::unpack_bf16x2(w[i]);
+            } else {
+                pair = ptx::unpack_e4m3x2(static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2))));
+                pair = make_float2(__fmul_rn(pair.x, scale), __fmul_rn(pair.y, scale));
+            }
+            sum[2 * i] = __fadd_rn(sum[2 * i], pair.x);
+            sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], pair.y);
+        }
+    }
+};
+
+__device__ __forceinline__ uint4* out_columns(const Cta& cta, uint32_t token, uint32_t column) {
+    auto* out = static_cast<uint16_t*>(cta.own.out);
+    return reinterpret_cast<uint4*>(out + static_cast<uint64_t>(token) * cfg::kHiddenSize + column);
+}
+
+__device__ __forceinline__ void combine_columns(const Cta& cta, uint32_t token, uint32_t column) {
+    const uint32_t slots = valid_slots(cta, token);
+    if (column >= cfg::kHiddenSize) return;
+    TransportedColumns rows[cfg::kTopK];
+#pragma unroll
+    for (uint32_t k = 0; k < cfg::kTopK; ++k) {
+        if (slots >> k & 1) rows[k] = TransportedColumns::load(cta.workspace.combine_row(k, token), column);
+    }
+    float sum[8] = {};
+#pragma unroll
+    for (uint32_t k = 0; k < cfg::kTopK; ++k) {
+        if (slots >> k & 1) rows[k].add_to(sum);
+    }
+    *out_columns(cta, token, column) = make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
+                                                  ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
+}
+
+// `valid` false: the call was aborted, and the output says so in every element.
+__device__ __forceinline__ void combine_role(const Cta& cta, uint32_t warp, bool valid) {
+    constexpr uint32_t kItems = ceil_div(cfg::kHiddenSize, kCombineColumns);
+    for (uint32_t item = warp * cfg::kCtasPerRank + cta.index; item < cta.num_tokens * kItems;
+         item += cfg::kMathWarps * cfg::kCtasPerRank) {
+        const uint32_t token = item / kItems;
+        const uint32_t column = (item % kItems) * kCombineColumns + lane_id() * 8;
+        if (valid) {
+            combine_columns(cta, token, column);
+        } else if (column < cfg::kHiddenSize) {
+            *out_columns(cta, token, column) = make_uint4(0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u);
+        }
+    }
+}
+
+}  // namespace megamoe

@@ -1,0 +1,118 @@
+// GEMM1's end: activation, one scale per row and 128 channels, FP8, into the A2 ring.
+//
+// A tile of 256 interleaved columns gives 128 channels, and they share ONE scale per row: with split N each warpgroup
+// finishes 64 of them, and the two exchange their rows' amax through shared memory. (Scales per 64 cost end-to-end
+// accuracy.)
+#pragma once
+
+#include "megamoe/numerics/activation.cuh"
+#include "megamoe/numerics/fp8_block.cuh"
+#include "megamoe/pipeline/fragments.cuh"
+#include "megamoe/pipeline/main_loop.cuh"
+#include "megamoe/ptx/tma.cuh"
+
+namespace megamoe {
+
+constexpr uint32_t kMathBarrier = 1;       // all math threads
+constexpr uint32_t kWarpgroupBarrier = 2;  // + warpgroup
+constexpr uint32_t kMathThreads = cfg::kMathWarps * kWarpSize;
+
+// values[0..31] := activations of channels 8 p + 2 quad + {0, 1}, p = 0..7: even groups of 8 columns are gate, odd up.
+__device__ __forceinline__ void activate_half(float (&values)[64]) {
+#pragma unroll
+    for (int p = 0; p < 8; ++p)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[4 * p + i] = activate(values[8 * p + i], values[8 * p + 4 + i]);
+}
+
+__device__ __forceinline__ uint32_t row_amax_bits(const Accumulators& sums, int h) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (uint32_t half = 0; half < kHalves; ++half)
+#pragma unroll
+        for (int p = 0; p < 8; ++p)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) bits = max(bits, magnitude_bits(sums.values[half][4 * p + 2 * h + i]));
+    return max_over_lanes<4>(bits);
+}
+
+// The other warpgroup's amax of the same rows. `exchange` [2 buffers][2 warpgroups][kBlockM] alternates by tile, so one
+// barrier of all math threads per tile is enough: a buffer is written again only after the barrier of the tile between.
+__device__ __forceinline__ void exchange_amax(uint32_t* exchange, const MathThread& thread, uint32_t buffer,
+                                              uint32_t (&amax_bits)[2]) {
+    uint32_t* rows = exchange + buffer * 2 * cfg::kBlockM;
+    if (thread.quad == 0) {
+        rows[thread.warpgroup * cfg::kBlockM + thread.row()] = amax_bits[0];
+        rows[thread.warpgroup * cfg::kBlockM + thread.row() + 8] = amax_bits[1];
+    }
+    ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+    const uint32_t* others = rows + (thread.warpgroup ^ 1) * cfg::kBlockM + thread.row();
+    amax_bits[0] = max(amax_bits[0], others[0]);
+    amax_bits[1] = max(amax_bits[1], others[8]);
+}
+
+__device__ __forceinline__ void store_a2_row(const Cta& cta, const MathThread& thread, const Tile& tile,
+                                             const Accumulators& sums, int h, const BlockScale& scale, bool valid) {
+    const uint32_t row = thread.row() + 8 * h;
+    const uint32_t first_channel = tile.n_tile * 128 + (cfg::kSplitM ? 0 : thread.warpgroup * 64);
+    uint8_t* payload = cta.workspace.a2_payload(tile.ring_slot * cfg::kBlockM + row) + first_channel;
+#pragma unroll
+    for (uint32_t half = 0; half < kHalves; ++half) {
+        const uint4 columns = gather_fp8_columns(thread.quad, [&](int p) {
+            return scale.quantized_x2(sums.values[half][4 * p + 2 * h], sums.values[half][4 * p + 2 * h + 1]);
+        });
+        if (valid) *reinterpret_cast<uint4*>(payload + half * 64 + thread.quad * 16) = columns;
+    }
+    if (valid && thread.quad == 0 && (cfg::kSplitM || thread.warpgroup == 0)) {
+        cta.workspace.a2_scales(tile.ring_slot, tile.n_tile)[row] = scale.scale;
+    }
+}
+
+// Raises `flag` once the threads that share the tile's rows have stored; red.release.gpu after their barrier.
+__device__ __forceinline__ void publish_tile(const MathThread& thread, uint32_t* flag, bool alive) {
+    if constexpr (cfg::kSplitM) {
+        ptx::named_barrier_sync(kWarpgroupBarrier + thread.warpgroup, kMathThreads / 2);
+        if (alive && thread.warp == 0 && thread.lane == 0) ptx::red_add_release_gpu(flag, 1);
+    } else {
+        ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+        if (alive && thread.warpgroup == 0 && thread.warp == 0 && thread.lane == 0) ptx::red_add_release_gpu(flag, 1);
+    }
+}
+
+__device__ __forceinline__ void tap_accumulators(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
+                                                 const Tile& tile, const Accumulators& sums) {
+    const uint32_t first_row =
+        plan.rows_begin[tile.expert] + (tile.block - plan.blocks_begin[tile.expert]) * cfg::kBlockM;
+#pragma unroll
+    for (uint32_t half = 0; half < kHalves; ++half)
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            const uint32_t row = thread.row() + 8 * ((i >> 1) & 1);
+            const uint32_t column =
+                tile.n_tile * cfg::kBlockN + thread.column(half) + 8 * (i >> 2) + 2 * thread.quad + (i & 1);
+            if (row >= tile.num_rows) continue;
+            cta.own.gemm1_tap[static_cast<uint64_t>(first_row + row) * (2 * cfg::kIntermediateSize) + column] =
+                sums.values[half][i];
+        }
+}
+
+__device__ __forceinline__ void gemm1_epilogue(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
+                                               const Tile& tile, Accumulators& sums, uint32_t* exchange,
+                                               uint32_t buffer, bool alive) {
+    if constexpr (cfg::kTapGemm1) {
+        if (alive) tap_accumulators(cta, plan, thread, tile, sums);
+    }
+#pragma unroll
+    for (uint32_t half = 0; half < kHalves; ++half) activate_half(sums.values[half]);
+    uint32_t amax_bits[2] = {row_amax_bits(sums, 0), row_amax_bits(sums, 1)};
+    if constexpr (!cfg::kSplitM) exchange_amax(exchange, thread, buffer, amax_bits);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const BlockScale scale(amax_bits[h]);
+        store_a2_row(cta, thread, tile, sums, h, scale, alive && thread.row() + 8 * h < tile.num_rows);
+    }
+    ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies
+    publish_tile(thread, cta.workspace.a2_written(cta.epoch) + tile.block, alive);
+}
+
+}  // namespace megamoe

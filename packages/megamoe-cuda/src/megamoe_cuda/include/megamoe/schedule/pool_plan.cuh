@@ -1,0 +1,65 @@
+// Which rows this rank receives and where they lie in its pool, from the exchanged counts.
+//
+// Experts in order; an expert with n rows takes ceil(n / kBlockM) blocks. Within an expert, rows are ordered by source
+// rank, starting at the owner's own, so that owners do not all pull from the same rank. Lives in shared memory, equal
+// in every CTA of the rank.
+#pragma once
+
+#include "megamoe/ptx/ld_st.cuh"
+#include "megamoe/schedule/warp_scan.cuh"
+#include "megamoe/symm/cta.cuh"
+
+namespace megamoe {
+
+struct PoolPlan {
+    uint32_t counts[cfg::kNumRanks][cfg::kNumLocalExperts];           // rows by source and expert
+    uint32_t entries_begin[cfg::kNumRanks][cfg::kNumLocalExperts + 1];  // first entry of the expert, by source
+    uint32_t rows_begin[cfg::kNumLocalExperts + 1];                   // first row of the expert, padding not counted
+    uint32_t blocks_begin[cfg::kNumLocalExperts + 1];                 // first block of the expert
+
+    __device__ __forceinline__ uint32_t num_rows() const { return rows_begin[cfg::kNumLocalExperts]; }
+    __device__ __forceinline__ uint32_t num_blocks() const { return blocks_begin[cfg::kNumLocalExperts]; }
+    __device__ __forceinline__ uint32_t expert_rows(uint32_t expert) const {
+        return rows_begin[expert + 1] - rows_begin[expert];
+    }
+    __device__ __forceinline__ uint32_t expert_of_block(uint32_t block) const {
+        return find_segment(blocks_begin, cfg::kNumLocalExperts, block);
+    }
+    __device__ __forceinline__ uint32_t block_rows(uint32_t block, uint32_t expert) const {
+        return min(expert_rows(expert) - (block - blocks_begin[expert]) * cfg::kBlockM, cfg::kBlockM);
+    }
+};
+static_assert(sizeof(PoolPlan) == cfg::kPoolPlanBytes, "smem_budget.py counts the plan differently");
+
+// All threads of the CTA, between two __syncthreads().
+__device__ __forceinline__ void load_counts(const Cta& cta, PoolPlan& plan) {
+    const uint32_t* counts = cta.workspace.route_counts(0);
+    for (uint32_t i = threadIdx.x; i < cfg::kNumRanks * cfg::kNumLocalExperts; i += blockDim.x) {
+        (&plan.counts[0][0])[i] = ptx::ld_l2(counts + i);
+    }
+}
+
+// All threads, after load_counts() and a barrier; a barrier follows. An aborted call plans zero rows.
+__device__ __forceinline__ void build_pool_plan(PoolPlan& plan) {
+    constexpr uint32_t kExperts = cfg::kNumLocalExperts;
+    const auto expert_rows = [&](uint32_t expert) {
+        uint32_t rows = 0;
+#pragma unroll 1
+        for (uint32_t src = 0; src < cfg::kNumRanks; ++src) rows += plan.counts[src][expert];
+        return rows;
+    };
+    for (uint32_t task = warp_id(); task < cfg::kNumRanks + 2; task += blockDim.x / kWarpSize) {
+        if (task == 0) {
+            warp_prefix_sums(kExperts, plan.rows_begin, expert_rows);
+        } else if (task == 1) {
+            warp_prefix_sums(kExperts, plan.blocks_begin,
+                             [&](uint32_t expert) { return ceil_div(expert_rows(expert), cfg::kBlockM); });
+        } else {
+            const uint32_t src = task - 2;
+            warp_prefix_sums(kExperts, plan.entries_begin[src],
+                             [&](uint32_t expert) { return plan.counts[src][expert]; });
+        }
+    }
+}
+
+}  // namespace megamoe

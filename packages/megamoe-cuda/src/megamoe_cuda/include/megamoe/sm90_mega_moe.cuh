@@ -1,0 +1,82 @@
+// One launch of one MoE layer on SM90: stage, route, dispatch, GEMM1 + activation, GEMM2, send home, combine.
+//
+// Persistent and cooperative: one CTA per SM, 384 threads. All threads stage and route; then the first warpgroup loads
+// (warp 0 weights, warp 1 activations, warps 2 and 3 pull rows from peers) and the other two multiply, send and combine.
+// With virtual ranks, several ranks share the GPU: rank r has CTAs [r * kCtasPerRank, (r + 1) * kCtasPerRank).
+//
+// codegen.py puts the constants of megamoe::cfg before this file.
+#pragma once
+
+#include "megamoe/ptx/registers.cuh"
+#include "megamoe/roles/dispatch.cuh"
+#include "megamoe/roles/load.cuh"
+#include "megamoe/roles/math.cuh"
+#include "megamoe/roles/route.cuh"
+#include "megamoe/roles/stage.cuh"
+
+namespace megamoe {
+
+__device__ __forceinline__ void exchange_routes(const Cta& cta, uint8_t* shared) {
+    clear_next_counters(cta);
+    stage_input(cta);
+    route_picks(cta, *reinterpret_cast<RouteScratch*>(shared));
+    publish_counts(cta);
+}
+
+__device__ __forceinline__ void plan_pool(const Cta& cta, PoolPlan& plan) {
+    if (await_counts(cta)) {
+        load_counts(cta, plan);
+    } else {
+        for (uint32_t i = threadIdx.x; i < cfg::kNumRanks * cfg::kNumLocalExperts; i += blockDim.x) {
+            (&plan.counts[0][0])[i] = 0;
+        }
+    }
+    __syncthreads();
+    build_pool_plan(plan);
+    // The loaders' bulk copies overwrite what routing left in shared memory.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    if (cta.own.expert_counts == nullptr || cta.index != 0) return;
+    for (uint32_t expert = threadIdx.x; expert < cfg::kNumLocalExperts; expert += blockDim.x) {
+        cta.own.expert_counts[expert] = plan.expert_rows(expert);
+    }
+}
+
+__device__ __forceinline__ void producer_role(const Cta& cta, const PoolPlan& plan, const Ring& ring, uint32_t warp) {
+    if (warp == 0) {
+        if (lane_id() == 0) weight_loader(cta, plan, ring);
+    } else if (warp == 1) {
+        if (lane_id() == 0) activation_loader(cta, plan, ring);
+    } else {
+        dispatch_role(cta, plan, warp - 2);
+    }
+}
+
+}  // namespace megamoe
+
+extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
+    sm90_mega_moe(const __grid_constant__ megamoe::KernelArguments arguments) {
+    using namespace megamoe;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const Ring ring{ptx::shared_address(shared)};
+    auto& plan = *reinterpret_cast<PoolPlan*>(shared + cfg::kSmemPoolPlan);
+    if (threadIdx.x == 0) ring.initialize();
+    const Cta cta = identify_cta(arguments);
+    exchange_routes(cta, shared);
+    plan_pool(cta, plan);
+
+    const uint32_t warp = warp_id();
+    if (warp < cfg::kProducerWarps) {
+        ptx::release_registers_to<cfg::kProducerRegisters>();
+        producer_role(cta, plan, ring, warp);
+    } else {
+        ptx::claim_registers_to<cfg::kMathRegisters>();
+        const uint32_t math_warp = warp - cfg::kProducerWarps;
+        const MathScratch scratch{
+            ring.base + cfg::kSmemStaging + math_warp * cfg::kStagingWarpBytes,
+            reinterpret_cast<uint32_t*>(shared + cfg::kSmemExchange),
+            reinterpret_cast<uint32_t*>(shared + cfg::kSmemResult),
+        };
+        math_role(cta, plan, ring, math_warp, scratch);
+    }
+}

@@ -1,0 +1,49 @@
+// The kernel's arguments, one struct by value. launcher.py packs the same bytes.
+#pragma once
+
+#include "megamoe/ptx/tma.cuh"
+#include "megamoe/ptx/types.cuh"
+
+namespace megamoe {
+
+// Where a rank reads its input and writes its output, and its weights.
+struct RankArguments {
+    ptx::TensorMap w13;   // [E_local * 2I, H] bytes, box 256 rows x 128
+    ptx::TensorMap w2;    // [E_local * H, I] bytes, box 256 rows x 128
+    ptx::TensorMap pool;  // [ring_rows, H] bytes, box kBlockM rows x 128
+    ptx::TensorMap a2;    // [ring_rows, I] bytes, box kBlockM rows x 128
+    const void* hidden_states;     // [T, H] BF16, or e4m3 when hidden_scales is set
+    const float* hidden_scales;    // [T, H / 128], or null: quantise here
+    const void* topk_ids;          // [T, K] int32 or int64
+    const float* topk_weights;     // [T, K]
+    const float* w13_scale;        // [E_local, 2I / 128, H / 128], packed order
+    const float* w2_scale;         // [E_local, H / 128, I / 128]
+    void* out;                     // [T, H] BF16
+    const uint32_t* device_num_tokens;  // null: num_tokens counts
+    uint32_t* expert_counts;       // [E_local] rows received, or null
+    float* gemm1_tap;              // [pool rows, 2I] accumulators, interleaved columns; only where cfg::kTapGemm1
+    uint32_t num_tokens;
+    uint32_t topk_ids_are_int64;
+};
+
+// What a wait that timed out leaves for the host, in host-mapped memory.
+struct TimeoutRecord {
+    uint32_t happened;
+    uint32_t rank;
+    uint32_t peer;
+    uint32_t phase;
+    uint32_t epoch;
+    uint32_t index;
+    uint32_t observed;
+    uint32_t expected;
+};
+
+struct alignas(64) KernelArguments {
+    uint8_t* workspaces[cfg::kNumRanks];  // every rank's workspace, as this GPU addresses it
+    TimeoutRecord* timeout_records;       // [kNumVirtualRanks]
+    uint64_t timeout_ns;
+    uint32_t first_rank;                  // rank of virtual rank 0
+    RankArguments ranks[cfg::kNumVirtualRanks];
+};
+
+}  // namespace megamoe

@@ -1,0 +1,134 @@
+"""The kernel's source text: constants of one KernelConfig, then the headers that ship with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megamoe.problem import Activation, Transport
+from megamoe.schedule.workspace import combine_row_bytes
+from megamoe_cuda.kernel_config import (
+    BLOCK_N,
+    NUM_DISPATCH_WARPS,
+    NUM_MATH_WARPS,
+    NUM_PRODUCER_WARPS,
+    NUM_THREADS,
+    KernelConfig,
+)
+from megamoe_cuda.smem_budget import STAGING_WARP_BYTES, shared_memory
+from megamoe_cuda.workspace_layout import kernel_workspace
+
+INCLUDE_DIR = Path(__file__).resolve().parent.parent / "include"
+KERNEL_NAME = "sm90_mega_moe"
+
+_TRANSPORTS = {Transport.BF16: "kBf16", Transport.FP8_BLOCKWISE_1X32: "kFp8Blockwise1x32"}
+_ACTIVATIONS = {Activation.SWIGLU: "kSwiglu", Activation.SWIGLU_OAI: "kSwigluOai"}
+_OFFSETS = {
+    "InputPayload": "input_payload",
+    "InputScales": "input_scales",
+    "RouteEntries": "route_entries",
+    "RouteCounts": "route_counts",
+    "Combine": "combine",
+    "CountsPublished": "counts_published",
+    "RankFinished": "rank_finished",
+    "Abort": "abort",
+    "PoolPayload": "pool_payload",
+    "PoolScales": "pool_scales",
+    "PoolMeta": "pool_meta",
+    "A2Payload": "a2_payload",
+    "A2Scales": "a2_scales",
+    "Counters": "counters",
+    "DroppedIds": "dropped_ids",
+    "Epoch": "epoch",
+    "RouteTotals": "route_totals",
+}
+
+
+def kernel_source(config: KernelConfig) -> str:
+    """The translation unit to compile; its `#include`s resolve in INCLUDE_DIR."""
+    lines = [f"constexpr unsigned int k{name} = {value}u;" for name, value in _integers(config).items()]
+    lines += [f"constexpr bool k{name} = {str(value).lower()};" for name, value in _booleans(config).items()]
+    lines += [f"constexpr unsigned long long kOffset{name} = {value}ull;" for name, value in _offsets(config).items()]
+    lines += [
+        f"constexpr float kLimit = {(config.swiglu_limit or 0.0).hex()}f;",
+        f"constexpr Transport kTransport = Transport::{_TRANSPORTS[config.transport]};",
+        f"constexpr Activation kActivation = Activation::{_ACTIVATIONS[config.activation]};",
+    ]
+    constants = "\n".join(lines)
+    return (
+        "namespace megamoe {\n"
+        f"enum class Transport {{ {', '.join(_TRANSPORTS.values())} }};\n"
+        f"enum class Activation {{ {', '.join(_ACTIVATIONS.values())} }};\n"
+        f"namespace cfg {{\n{constants}\n}}\n"
+        "}\n"
+        f'#include "megamoe/{KERNEL_NAME}.cuh"\n'
+    )
+
+
+def _integers(config: KernelConfig) -> dict[str, int]:
+    tile = config.tile
+    layout = kernel_workspace(config)
+    memory = shared_memory(config)
+    return {
+        "NumRanks": config.num_ranks,
+        "NumVirtualRanks": config.num_virtual_ranks,
+        "CtasPerRank": config.ctas_per_rank,
+        "NumLocalExperts": config.num_local_experts,
+        "NumExperts": config.num_experts,
+        "HiddenSize": config.hidden_size,
+        "IntermediateSize": config.intermediate_size,
+        "TopK": config.top_k,
+        "MaxTokens": config.num_max_tokens_per_rank,
+        "Threads": NUM_THREADS,
+        "ProducerWarps": NUM_PRODUCER_WARPS,
+        "DispatchWarps": NUM_DISPATCH_WARPS,
+        "MathWarps": NUM_MATH_WARPS,
+        "ProducerRegisters": tile.producer_registers,
+        "MathRegisters": tile.math_registers,
+        "BlockM": tile.block_m,
+        "BlockN": BLOCK_N,
+        "NumStages": tile.num_stages,
+        "Gemm1KBlocks": config.gemm1_k_blocks,
+        "Gemm2KBlocks": config.gemm2_k_blocks,
+        "Gemm1NTiles": config.gemm1_n_tiles,
+        "Gemm2NTiles": config.gemm2_n_tiles,
+        # a2_written and block_retired count column tiles; with split M each warpgroup raises them for its own rows
+        "Gemm1Arrivals": config.gemm1_n_tiles * (2 if tile.split_m else 1),
+        "Gemm2Arrivals": config.gemm2_n_tiles * (2 if tile.split_m else 1),
+        "RingBlocks": config.ring.ring_blocks,
+        "LagBlocks": config.ring.lag_blocks,
+        "MaxBlocks": config.max_blocks,
+        "CounterWords": layout["counters"].dims[1],
+        "RouteTotalWords": layout["route_totals"].dims[1],
+        "InputScaleStride": layout["input_scales"].row_bytes // 4,
+        "CombineRowBytes": combine_row_bytes(config.transport, config.hidden_size),
+        "ActivationStageBytes": memory.activation_stage_bytes,
+        "WeightStageBytes": memory.weight_stage_bytes,
+        "ScaleStageBytes": memory.scale_stage_bytes,
+        "StagesBytes": memory.scales,
+        "StagingWarpBytes": STAGING_WARP_BYTES,
+        "SmemActivations": memory.activations,
+        "SmemWeights": memory.weights,
+        "SmemScales": memory.scales,
+        "SmemStaging": memory.staging,
+        "SmemExchange": memory.exchange,
+        "SmemBarriers": memory.barriers,
+        "SmemResult": memory.result,
+        "SmemPoolPlan": memory.pool_plan,
+        "PoolPlanBytes": memory.pool_plan_bytes,
+    }
+
+
+def _booleans(config: KernelConfig) -> dict[str, bool]:
+    return {
+        "SplitM": config.tile.split_m,
+        "UnrollByRing": config.unroll_by_ring,
+        "RingWraps": config.ring_wraps,
+        "WeightsEvictFirst": config.tile.weights_evict_first,
+        "HasLimit": config.swiglu_limit is not None,
+        "TapGemm1": config.tap_gemm1,
+    }
+
+
+def _offsets(config: KernelConfig) -> dict[str, int]:
+    layout = kernel_workspace(config)
+    return {constant: layout.offset(array) for constant, array in _OFFSETS.items()}

@@ -1,0 +1,151 @@
+"""Everything that the SM90 kernel is compiled for, in plain numbers: the key of a compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.errors import ConfigError
+from megamoe.problem import MAX_TOP_K, Activation, Transport
+from megamoe.schedule.tiles import ceil_div
+from megamoe.schedule.waves import Ring
+
+THREADS_PER_WARP = 32
+NUM_PRODUCER_WARPS = 4  # weight loader, activation loader, two dispatch warps
+NUM_DISPATCH_WARPS = 2
+NUM_MATH_WARPS = 8  # two warpgroups
+NUM_THREADS = THREADS_PER_WARP * (NUM_PRODUCER_WARPS + NUM_MATH_WARPS)
+BLOCK_N = 256  # columns of a tile: 128 finished channels of GEMM1
+BLOCK_K = 128  # K of a stage: one activation scale, one weight scale, one promotion
+MAX_K = 64 * BLOCK_K  # a lane holds the weight scales of two K blocks
+MAX_RANKS = 32  # one lane signals one peer
+REGISTER_FILE = 65536  # registers of an SM
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """Shape and pipeline of the GEMM tiles.
+
+    Attributes:
+        name: what `plan(problem, config=...)` calls it.
+        block_m: rows of a tile: 64 (the warpgroups split the columns) or 128 (they split the rows).
+        num_stages: shared-memory stages of 128 of K.
+        producer_registers: registers per thread of the producer warpgroup; a multiple of 8.
+        math_registers: the same of the math warpgroups.
+        weights_evict_first: stream weights past the L2 cache, for calls that read each weight about once.
+    """
+
+    name: str
+    block_m: int
+    num_stages: int
+    producer_registers: int
+    math_registers: int
+    weights_evict_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_m not in (64, 128):
+            raise ConfigError("the SM90 kernel has no such tile height", got=self.block_m, expected="64 or 128")
+        num_registers = 128 * self.producer_registers + 256 * self.math_registers
+        if num_registers > REGISTER_FILE:
+            raise ConfigError("the warpgroups' registers exceed the SM's", got=num_registers, expected=REGISTER_FILE)
+
+    @property
+    def split_m(self) -> bool:
+        """Whether each math warpgroup takes half of the rows (and all columns), instead of half of the columns."""
+        return self.block_m == 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """One compiled kernel.
+
+    Attributes:
+        num_ranks: EP size.
+        num_virtual_ranks: ranks that share this GPU in one launch: 1, or all of them.
+        ctas_per_rank: CTAs of one rank, one per SM.
+        num_local_experts, hidden_size, intermediate_size, top_k, num_max_tokens_per_rank: the problem.
+        transport, activation, swiglu_limit: the problem.
+        tile: tile shape and pipeline.
+        ring: blocks of this tile height: ring size, lag, most blocks of a call.
+        session_rings: the rings of all kernels that share the workspace, `ring` among them.
+        tap_gemm1: also store GEMM1's accumulators, for tests.
+
+    Raises:
+        ConfigError: a value that the kernel does not take.
+    """
+
+    num_ranks: int
+    num_virtual_ranks: int
+    ctas_per_rank: int
+    num_local_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    num_max_tokens_per_rank: int
+    tile: TileConfig
+    ring: Ring
+    session_rings: tuple[Ring, ...]
+    transport: Transport = Transport.BF16
+    activation: Activation = Activation.SWIGLU
+    swiglu_limit: float | None = None
+    tap_gemm1: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size"):
+            size = getattr(self, name)
+            if size % BLOCK_K or not 0 < size <= MAX_K:
+                raise ConfigError(
+                    f"{name} does not suit the kernel", got=size, expected=f"a multiple of 128 <= {MAX_K}"
+                )
+        if not 1 <= self.top_k <= MAX_TOP_K:
+            raise ConfigError("top_k is out of range", got=self.top_k, expected=f"1 to {MAX_TOP_K}")
+        if not 1 <= self.num_ranks <= MAX_RANKS:
+            raise ConfigError("num_ranks is out of range", got=self.num_ranks, expected=f"1 to {MAX_RANKS}")
+        if self.num_virtual_ranks not in (1, self.num_ranks):
+            raise ConfigError("virtual ranks are all or none", got=self.num_virtual_ranks, expected=(1, self.num_ranks))
+        if self.ring.block_m != self.tile.block_m or self.ring not in self.session_rings:
+            raise ConfigError("the ring is not this tile's, or not the session's", got=self.ring)
+
+    @property
+    def num_experts(self) -> int:
+        """Global experts."""
+        return self.num_ranks * self.num_local_experts
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of a launch."""
+        return self.num_virtual_ranks * self.ctas_per_rank
+
+    @property
+    def gemm1_k_blocks(self) -> int:
+        """Stages of a GEMM1 tile."""
+        return self.hidden_size // BLOCK_K
+
+    @property
+    def gemm2_k_blocks(self) -> int:
+        """Stages of a GEMM2 tile."""
+        return self.intermediate_size // BLOCK_K
+
+    @property
+    def gemm1_n_tiles(self) -> int:
+        """Column tiles of GEMM1, 2I columns."""
+        return 2 * self.intermediate_size // BLOCK_N
+
+    @property
+    def gemm2_n_tiles(self) -> int:
+        """Column tiles of GEMM2, H columns; the last one is half empty when H is an odd multiple of 128."""
+        return ceil_div(self.hidden_size, BLOCK_N)
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that the workspace's counters are laid out for."""
+        return max(ring.max_blocks for ring in self.session_rings)
+
+    @property
+    def ring_wraps(self) -> bool:
+        """Whether a call can have more blocks than the ring holds."""
+        return self.ring.max_blocks > self.ring.ring_blocks
+
+    @property
+    def unroll_by_ring(self) -> bool:
+        """Whether every tile starts at stage 0, so that the main loop can be unrolled by the ring."""
+        return self.gemm1_k_blocks % self.tile.num_stages == 0 and self.gemm2_k_blocks % self.tile.num_stages == 0
