@@ -5,7 +5,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 checkpoint=build/demo/checkpoint
-if [ ! -e "$checkpoint" ]; then
-    python examples/make_checkpoint.py "$checkpoint"
+if [ ! -d "$checkpoint" ]; then
+    rm -rf "$checkpoint.partial" # of an interrupted run
+    mkdir -p "$checkpoint.partial"
+    python examples/make_checkpoint.py "$checkpoint.partial/moe.safetensors"
+    mv "$checkpoint.partial" "$checkpoint"
 fi
-megamoe run --checkpoint "$checkpoint" --layer 0 --ep 4 --mode a8w8 --backend auto "$@"
+megamoe run --checkpoint "$checkpoint/moe.safetensors" --layer 0 --ep 4 --mode a8w8 --backend auto "$@"
