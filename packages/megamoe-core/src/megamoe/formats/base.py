@@ -35,13 +35,16 @@ class BlockFormat(ABC):
         Args:
             x: FP32, BF16 or FP16, any strides; the latter two are converted to FP32 first, exactly.
 
+        Returns:
+            payload and scales of their own; only BF16 input to the BF16 format is handed through, not copied.
+
         Raises:
             FormatError: another dtype, or a dimension that the block does not divide.
         """
         if x.dtype not in _SOURCE_DTYPES:
             raise FormatError(f"{self.name} can't quantise this dtype", got=x.dtype, expected=_names(_SOURCE_DTYPES))
         self._check_blocks(tuple(x.shape))
-        payload, scales = self._encode(x.float())
+        payload, scales = self._encode(x)
         return Quantized(payload=payload, scales=scales, fmt=self)
 
     def dequantize(self, payload: Tensor, scales: Tensor | None) -> Tensor:
@@ -107,7 +110,7 @@ class BlockFormat(ABC):
 
     @abstractmethod
     def _encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Payload and scales of FP32 `x`, whose shape has been checked."""
+        """Payload and scales of `x`, whose dtype and shape have been checked."""
 
     @abstractmethod
     def _decode(self, payload: Tensor, scales: Tensor | None) -> Tensor:

@@ -99,14 +99,15 @@ def encode(amax: Tensor, *, element: Element, rounding: E8M0Rounding) -> Tensor:
         rounding: the rule.
 
     Returns:
-        uint8, same shape. Exponents outside [−127, 127] saturate. NaN and Inf give 255; zero gives 0, as every amax
-        up to 2^-127 · max_pos does, and the payload of a zero block is zero under any scale.
+        uint8, same shape. Exponents below −127 saturate; none above 126 can come, since max_pos is 6 or more. NaN and
+        Inf give 255. Zero gives 0, as every amax up to 2^-127 · max_pos does under UP; the payload of a zero block is
+        zero under any scale.
 
     Exact for every FP32 input: FP64 holds FP32's subnormals as normal numbers, and no logarithm is taken.
     """
     fraction, exponent = torch.frexp(amax.double())  # fraction in [0.5, 1)
     doubles = rounding.doubles(2 * fraction, element)
-    byte = (exponent - 1 - element.max_exponent + doubles + BIAS).clamp(0, MAX_BYTE)
+    byte = (exponent - 1 - element.max_exponent + doubles + BIAS).clamp(min=0)
     byte = torch.where(amax == 0, 0, byte)
     return torch.where(amax.isfinite(), byte, NAN_BYTE).to(torch.uint8)
 

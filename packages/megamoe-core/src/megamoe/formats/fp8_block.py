@@ -32,7 +32,7 @@ class Fp8Block1x128(ActivationFormat):
     scale_dtype: ClassVar[torch.dtype | None] = torch.float32
 
     def _encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        blocks = split_blocks(x, FP8_BLOCK)
+        blocks = split_blocks(x.float(), FP8_BLOCK)
         scales = _scale(blocks.abs().amax(-1))
         return e4m3.encode(blocks / scales.unsqueeze(-1)).view(x.shape), scales
 
@@ -52,7 +52,7 @@ class Fp8Block128x128(BlockFormat):
     scale_dtype: ClassVar[torch.dtype | None] = torch.float32
 
     def _encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        blocks = _split_squares(x)
+        blocks = _split_squares(x.float())
         scales = _scale(blocks.abs().amax((-3, -1)))
         return e4m3.encode(blocks / scales[..., None, :, None]).view(x.shape), scales
 

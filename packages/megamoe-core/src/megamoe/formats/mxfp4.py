@@ -34,7 +34,7 @@ class Mxfp4(ActivationFormat):
     values_per_item: ClassVar[int] = 2
 
     def _encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        blocks = split_blocks(x, MX_BLOCK)
+        blocks = split_blocks(x.float(), MX_BLOCK)
         scales = e8m0.encode(blocks.abs().amax(-1), element=e2m1.ELEMENT, rounding=self.rounding)
         scaled = blocks * e8m0.decode_reciprocal(scales).unsqueeze(-1)
         return e2m1.pack(e2m1.encode(scaled).view(x.shape)), scales

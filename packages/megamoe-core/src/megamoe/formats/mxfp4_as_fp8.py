@@ -64,12 +64,12 @@ def mxfp4_to_fp8_1x128(weights: Quantized) -> Quantized:
 
 
 def _base_bytes(own: Tensor, counts: Tensor) -> Tensor:
-    """Base scale as an E8M0 byte, int32 `[..., K / 128, 1]`, of four scale bytes each `[..., K / 128, 4]`."""
+    """Base scale bytes, int32 `[..., K / 128, 1]`, of those scale bytes in `own`, `[..., K / 128, 4]`, that count."""
     highest = torch.where(counts, own, -1).amax(-1, keepdim=True)
     lowest = torch.where(counts, own, e8m0.NAN_BYTE).amin(-1, keepdim=True)
     _refuse_wide(highest - lowest)
     # Not below byte 1: 2^-127 is subnormal, and kernels may flush it. Scales this small leave room for that.
-    return torch.where(highest < 0, e8m0.BIAS, (highest - _HEADROOM).clamp(min=1))
+    return (highest - _HEADROOM).clamp(min=1)
 
 
 def _refuse_wide(spread: Tensor) -> None:

@@ -34,7 +34,7 @@ class Mxfp8(ActivationFormat):
     scale_dtype: ClassVar[torch.dtype | None] = torch.uint8
 
     def _encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        blocks = split_blocks(x, MX_BLOCK)
+        blocks = split_blocks(x.float(), MX_BLOCK)
         scales = e8m0.encode(blocks.abs().amax(-1), element=e4m3.ELEMENT, rounding=self.rounding)
         scaled = blocks * e8m0.decode_reciprocal(scales).unsqueeze(-1)
         return e4m3.encode(scaled).view(x.shape), scales
