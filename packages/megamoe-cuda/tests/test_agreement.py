@@ -20,7 +20,7 @@ from megamoe.errors import (
 from megamoe.symm import Group, InprocGroup
 from megamoe_cuda.agreement import Seat, agree, check_seats, exchange_seats, take_seat
 
-SEATS = [Seat(boot="b", host="h", pci_bus_id=f"0000:0{rank}:00.0", plan="p") for rank in range(3)]
+SEATS = [Seat(boot="b", host="h", gpu=f"gpu-{rank}", plan="p") for rank in range(3)]
 
 
 def run(size: int, body: Callable[[Group], Any]) -> list[Any]:
@@ -97,7 +97,7 @@ def test_seats_are_exchanged() -> None:
 
 def test_equal_seats_on_gpus_of_one_host_are_fine() -> None:
     for answer in (True, None):
-        check_seats(SEATS, 1, lambda bus, answer=answer: answer)
+        check_seats(SEATS, 1, lambda gpu, answer=answer: answer)
 
 
 @pytest.mark.parametrize(
@@ -105,23 +105,23 @@ def test_equal_seats_on_gpus_of_one_host_are_fine() -> None:
     [
         ({"plan": "q"}, ConfigError, "ranks 0 and 2 open different plans"),
         ({"boot": "c", "host": "other"}, BackendUnavailableError, "different hosts; got h and other"),
-        ({"pci_bus_id": SEATS[0].pci_bus_id}, ConfigError, "ranks 0 and 2 are on one GPU"),
+        ({"gpu": SEATS[0].gpu}, ConfigError, "ranks 0 and 2 are on one GPU"),
     ],
     ids=["plan", "host", "gpu"],
 )
 def test_a_seat_that_does_not_fit_is_named(change: dict[str, str], error: type[MegaMoEError], says: str) -> None:
     seats = [*SEATS[:2], replace(SEATS[2], **change)]
     with pytest.raises(error) as raised:
-        check_seats(seats, 0, lambda bus: True)
+        check_seats(seats, 0, lambda gpu: True)
     assert says in str(raised.value)
 
 
 def test_a_missing_path_names_both_ends() -> None:
     with pytest.raises(BackendUnavailableError) as raised:
-        check_seats(SEATS, 0, lambda bus: bus != SEATS[1].pci_bus_id)
-    assert "from rank 0 (0000:00:00.0) to rank 1 (0000:01:00.0)" in str(raised.value)
+        check_seats(SEATS, 0, lambda gpu: gpu != SEATS[1].gpu)
+    assert "from rank 0 (gpu-0) to rank 1 (gpu-1)" in str(raised.value)
 
 
 def test_this_process_has_a_seat() -> None:
-    assert take_seat("0000:00:00.0", "p") == take_seat("0000:00:00.0", "p")
-    assert take_seat("0000:00:00.0", "p").boot
+    assert take_seat("gpu-0", "p") == take_seat("gpu-0", "p")
+    assert take_seat("gpu-0", "p").boot

@@ -22,7 +22,6 @@ IDENTITY: dict[str, Any] = {
     "options": ["-O3", "-std=c++17"],
     "arch": "sm_90a",
     "compiler": "nvrtc 13.0",
-    "constants": {"kHidden": 4096},
 }
 
 
@@ -38,8 +37,6 @@ def key_of(**changes: Any) -> str:
         {"options": ["-std=c++17", "-O3"]},
         {"arch": "sm_90"},
         {"compiler": "nvrtc 13.1"},
-        {"constants": {"kHidden": 4097}},
-        {"constants": {"kHidden": 4096, "kTopK": 8}},
     ],
     ids=str,
 )

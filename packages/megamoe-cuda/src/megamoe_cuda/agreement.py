@@ -80,19 +80,19 @@ class Seat:
     Args:
         boot: identity of the host's running kernel.
         host: the host's name, for messages.
-        pci_bus_id: of the rank's GPU.
+        gpu: uuid of the rank's GPU.
         plan: digest of the plan that it opens.
     """
 
     boot: str
     host: str
-    pci_bus_id: str
+    gpu: str
     plan: str
 
 
-def take_seat(pci_bus_id: str, plan: str) -> Seat:
+def take_seat(gpu: str, plan: str) -> Seat:
     """This process's seat."""
-    return Seat(boot=BOOT_ID.read_text().strip(), host=socket.gethostname(), pci_bus_id=pci_bus_id, plan=plan)
+    return Seat(boot=BOOT_ID.read_text().strip(), host=socket.gethostname(), gpu=gpu, plan=plan)
 
 
 def exchange_seats(group: Group, own: Seat, *, timeout_s: float) -> list[Seat]:
@@ -107,7 +107,7 @@ def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool |
     Args:
         seats: of all ranks.
         rank: whose view this is.
-        can_access: PCI bus id of a peer on this host -> whether this rank's GPU can address its memory; None where this
+        can_access: GPU uuid of a peer on this host -> whether this rank's GPU can address its memory; None where this
             process does not see that GPU, and only mapping the memory will tell.
 
     Raises:
@@ -129,14 +129,14 @@ def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool |
                 got=f"{own.host} and {seat.host}",
                 expected="GPUs of one host, joined by NVLink or PCIe peer-to-peer",
             )
-        if seat.pci_bus_id == own.pci_bus_id:
+        if seat.gpu == own.gpu:
             raise ConfigError(
                 f"ranks {rank} and {peer} are on one GPU",
-                got=own.pci_bus_id,
+                got=own.gpu,
                 hint="call torch.cuda.set_device(local_rank) first, or let one process run all ranks: VirtualRanks()",
             )
-        if can_access(seat.pci_bus_id) is False:
+        if can_access(seat.gpu) is False:
             raise BackendUnavailableError(
-                f"no peer-to-peer path from rank {rank} ({own.pci_bus_id}) to rank {peer} ({seat.pci_bus_id})",
+                f"no peer-to-peer path from rank {rank} ({own.gpu}) to rank {peer} ({seat.gpu})",
                 hint="look at `nvidia-smi topo -p2p r`; in a virtual machine, pass the GPUs through with peer access",
             )

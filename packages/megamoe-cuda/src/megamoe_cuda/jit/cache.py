@@ -49,25 +49,16 @@ class Entry:
     info: Mapping[str, Any]
 
 
-def kernel_key(
-    *, sources: Mapping[str, str], options: Sequence[str], arch: str, compiler: str, constants: Mapping[str, Any]
-) -> str:
+def kernel_key(*, sources: Mapping[str, str], options: Sequence[str], arch: str, compiler: str) -> str:
     """Digest of all that a kernel's machine code depends on, 64 hexadecimal digits.
 
     Args:
-        sources: include name -> text, of the entry and of every header it includes.
+        sources: include name -> text, of the entry, which holds the plan's constants, and of every header.
         options: compiler options in order.
         arch: for example `sm_90a`.
         compiler: name and version.
-        constants: what the plan generates into the source, by name; JSON values.
     """
-    identity = {
-        "sources": dict(sources),
-        "options": list(options),
-        "arch": arch,
-        "compiler": compiler,
-        "constants": dict(constants),
-    }
+    identity = {"sources": dict(sources), "options": list(options), "arch": arch, "compiler": compiler}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,0 +1,280 @@
+"""The CUDA backend as `megamoe.select_backend` sees it: what it can run, its plans, and how a plan is opened."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe import env
+from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict, VirtualRanks
+from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
+from megamoe.problem import MoEProblem
+from megamoe.schedule.device_spec import H200, DeviceSpec
+from megamoe.symm import Group
+from megamoe.symm.torch_symm import TorchSymmGroup
+from megamoe_cuda import __version__, symm_nvshmem
+from megamoe_cuda.agreement import agree, check_seats, exchange_seats, take_seat
+from megamoe_cuda.heuristics import SessionConfig, config_names, session_config
+from megamoe_cuda.jit.compiler import ARCH
+from megamoe_cuda.kernel_config import BLOCK_K, MAX_K, MAX_RANKS
+from megamoe_cuda.probe import COMPUTE_CAPABILITY, judge, look
+from megamoe_cuda.session import CudaSession, Memory
+from megamoe_cuda.smem_budget import shared_memory
+from megamoe_cuda.workspace_layout import kernel_workspace
+
+logger = logging.getLogger("megamoe.cuda")
+
+SEEN_RIGHT_ON: str | None = None
+"""GPU and date on which the conformance matrix passed. None: not seen right yet, so nothing is claimed."""
+
+IMPLEMENTED = frozenset(
+    {
+        Capability.QUANT_A8W8,
+        Capability.TRANSPORT_BF16,
+        Capability.TRANSPORT_FP8_BLOCKWISE_1X32,
+        Capability.ACTIVATION_SWIGLU,
+        Capability.ACTIVATION_SWIGLU_OAI,
+        Capability.INPUT_BF16,
+        Capability.INPUT_QUANTIZED,
+        Capability.NUM_TOKENS,
+        Capability.RECEIVE_COUNTS,
+        Capability.VIRTUAL_RANKS,
+        Capability.BATCH_INVARIANT,
+        Capability.GRAPH_CAPTURE,
+    }
+)
+"""What the kernel is written to do."""
+
+MAX_PICKS = 1 << 31  # picks of a rank are numbered in 31 bits
+
+
+class CudaBackend(Backend):
+    """NVIDIA SM90: one persistent cooperative kernel over symmetric memory."""
+
+    name: ClassVar[str] = "cuda"
+
+    def probe(self) -> Verdict:
+        """Whether this machine has an SM90 GPU with a driver and the packages that compile for it. Makes no context."""
+        return judge(look())
+
+    def capabilities(self) -> frozenset[Capability]:
+        """What was seen right on a GPU."""
+        return IMPLEMENTED if SEEN_RIGHT_ON is not None else frozenset()
+
+    def supports(self, problem: MoEProblem) -> Verdict:
+        """See `Backend.supports`."""
+        if SEEN_RIGHT_ON is None:
+            return Verdict.no(
+                Reason.QUANT, f"the kernel of megamoe-cuda {__version__} has not passed its tests on a GPU yet"
+            )
+        return super().supports(problem)
+
+    def check_limits(self, problem: MoEProblem) -> Verdict:
+        """Sizes that the kernel does not take."""
+        for name, size in (
+            ("hidden_size", problem.hidden_size),
+            ("intermediate_size", problem.intermediate_size),
+        ):
+            if size % BLOCK_K or size > MAX_K:
+                return Verdict.no(Reason.SHAPE, f"{name} = {size} is not a multiple of {BLOCK_K} up to {MAX_K}")
+        if problem.ep_size > MAX_RANKS:
+            return Verdict.no(Reason.EP_SIZE, f"ep_size = {problem.ep_size} exceeds {MAX_RANKS}")
+        if problem.num_max_tokens_per_rank * problem.top_k >= MAX_PICKS:
+            return Verdict.no(Reason.CAPACITY, f"num_max_tokens_per_rank * top_k is not below {MAX_PICKS}")
+        try:
+            config = session_config(problem, None)
+            for tile in config.tiles:
+                shared_memory(config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=1))
+        except ConfigError as error:  # the plan of the pool grows with ranks and experts
+            return Verdict.no(Reason.NUM_EXPERTS, str(error))
+        return Verdict.yes()
+
+    def configs(self, problem: MoEProblem) -> tuple[str, ...]:
+        """ "auto", which picks a tile per call, then each tile by name."""
+        return config_names()
+
+    def plan(self, problem: MoEProblem, device: DeviceSpec | None = None, *, config: str | None = None) -> Plan:
+        """See `Backend.plan`.
+
+        `device.num_sms` is how many SMs the kernel takes: `dataclasses.replace(H200, num_sms=116)` leaves 16 of an H200
+        to kernels that run beside it, and an H20 has 78.
+        """
+        self.require(problem)
+        device = device or H200
+        if device.arch != ARCH:
+            raise ConfigError("backend cuda does not compile for this device", got=device.arch, expected=ARCH)
+        chosen = session_config(problem, config)
+        kernel = chosen.kernel(problem, chosen.tiles[0], num_virtual_ranks=1, ctas_per_rank=device.num_sms)
+        return Plan(
+            backend=self.name, problem=problem, device=device, config=chosen, workspace=kernel_workspace(kernel)
+        )
+
+    def open(
+        self, plan: Plan, group: Any = None, *, timeout_s: float | None = None, workspace: Tensor | None = None
+    ) -> Session:
+        """COLLECTIVE. See `Backend.open`.
+
+        Symmetric memory comes from `group`: of a `torch.distributed.ProcessGroup`, from NVSHMEM where nvshmem4py is
+        installed and else from PyTorch; of a `megamoe.symm.Group` (`megamoe_cuda.symm_nvshmem.NvshmemGroup`,
+        `megamoe.symm.torch_symm.TorchSymmGroup`), from that group. `workspace` is taken where no peer process shares
+        it: uint8 `[ep_size * plan.bytes]` with virtual ranks, `[plan.bytes]` for `ep_size` 1.
+
+        Raises:
+            BackendUnavailableError: no SM90 GPU, a missing library, no peer-to-peer path; on every rank, before any
+                memory is shared.
+        """
+        timeout_s = env.timeout_s() if timeout_s is None else timeout_s
+        ranks = _resolve(group, plan, timeout_s)
+        size = ranks.size if ranks is not None else plan.problem.ep_size
+        device = agree(ranks, "look at the machine", lambda: _require_machine(plan, size, ranks), timeout_s=timeout_s)
+        if ranks is not None:
+            _require_paths(ranks, plan, device, timeout_s)
+        driven = range(size) if ranks is None else range(ranks.rank, ranks.rank + 1)
+        memory = _allocate(ranks, plan, device, workspace, timeout_s)
+
+        def make() -> CudaSession:
+            return CudaSession(plan, group=ranks, driven=driven, memory=memory, device=device, timeout_s=timeout_s)
+
+        session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
+        session.start_epochs(0)
+        return session
+
+
+def _resolve(group: Any, plan: Plan, timeout_s: float) -> Group | None:
+    """The ranks to meet; None where this process has all of them.
+
+    Raises:
+        ConfigError: `group` is no group, or of the wrong size. The same on every rank, so none waits.
+    """
+    ep_size = plan.problem.ep_size
+    if plan.backend != CudaBackend.name or not isinstance(plan.config, SessionConfig):
+        raise ConfigError("this plan is another backend's", got=plan.backend, expected=CudaBackend.name)
+    if group is None or isinstance(group, VirtualRanks):
+        if group is None and ep_size > 1:
+            raise ConfigError("no group", expected=f"{ep_size} ranks", hint="pass a process group, or VirtualRanks()")
+        return None
+    if isinstance(group, dist.ProcessGroup):
+        size = dist.get_world_size(group)
+    elif isinstance(group, Group):
+        size = group.size
+    else:
+        raise ConfigError(
+            "not a group of ranks",
+            got=type(group).__name__,
+            expected="ProcessGroup, megamoe.symm.Group or VirtualRanks",
+        )
+    if size != ep_size:
+        raise ConfigError("the group's size is not the plan's", got=f"{size} ranks", expected=f"ep_size = {ep_size}")
+    return group if isinstance(group, Group) else _symmetric_group(group, timeout_s)
+
+
+def _symmetric_group(process_group: dist.ProcessGroup, timeout_s: float) -> Group:
+    """NVSHMEM where every rank has nvshmem4py, else PyTorch symmetric memory."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        raise BackendUnavailableError("torch sees no GPU here", hint=str(judge(look()).detail))
+    plain = TorchSymmGroup(process_group, device)
+    installed = plain.all_gather(
+        bytes([symm_nvshmem.is_installed()]), timeout_s=timeout_s, phase="choose symmetric memory"
+    )
+    if all(flag == b"\x01" for flag in installed):
+        return symm_nvshmem.NvshmemGroup(process_group, device, timeout_s=timeout_s)
+    logger.info("nvshmem4py is not installed on every rank: using PyTorch symmetric memory")
+    return plain
+
+
+def _require_machine(plan: Plan, size: int, ranks: Group | None) -> torch.device:
+    """This rank's GPU, if it can run the plan."""
+    verdict = judge(look())
+    if not verdict.ok:
+        raise BackendUnavailableError(f"backend cuda can't run here ({verdict.reason}): {verdict.detail}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != COMPUTE_CAPABILITY:
+        raise BackendUnavailableError(
+            f"the current device is not SM90: {properties.name}",
+            got=f"sm_{properties.major}{properties.minor}",
+            expected=ARCH,
+            hint="call torch.cuda.set_device() with an SM90 GPU first",
+        )
+    if properties.multi_processor_count < plan.device.num_sms:
+        raise ConfigError(
+            f"the plan is for more SMs than {properties.name} has",
+            got=f"{plan.device.num_sms} SMs",
+            expected=f"at most {properties.multi_processor_count}",
+            hint="plan(problem, dataclasses.replace(H200, num_sms=...))",
+        )
+    if ranks is None and plan.device.num_sms < size:
+        raise ConfigError("more virtual ranks than SMs", got=size, expected=f"at most {plan.device.num_sms}")
+    return device
+
+
+def _require_paths(ranks: Group, plan: Plan, device: torch.device, timeout_s: float) -> None:
+    """COLLECTIVE. Raise on every rank unless all opened this plan on GPUs that can address each other."""
+    seat = take_seat(_gpu_id(device), hashlib.sha256(f"{__version__} {plan!r}".encode()).hexdigest())
+    seats = exchange_seats(ranks, seat, timeout_s=timeout_s)
+    agree(
+        ranks,
+        "find its peers",
+        lambda: check_seats(seats, ranks.rank, lambda gpu: _can_access(device, gpu)),
+        timeout_s=timeout_s,
+    )
+
+
+def _gpu_id(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _can_access(device: torch.device, gpu: str) -> bool | None:
+    """Whether `device` can address the memory of the GPU with uuid `gpu`; None where this process does not see it."""
+    for index in range(torch.cuda.device_count()):
+        peer = torch.device("cuda", index)
+        if _gpu_id(peer) == gpu:
+            return bool(torch.cuda.can_device_access_peer(device, peer))
+    return None
+
+
+def _allocate(
+    ranks: Group | None, plan: Plan, device: torch.device, workspace: Tensor | None, timeout_s: float
+) -> Memory:
+    """COLLECTIVE. Workspaces of all ranks."""
+    if ranks is None:
+        return _allocate_here(plan, device, workspace)
+    if workspace is not None:
+        raise ConfigError(
+            "a workspace that peers share can't be handed in", hint="leave workspace=None; plan.bytes says its size"
+        )
+    buffer = ranks.allocate(plan.bytes, timeout_s=timeout_s)
+    if isinstance(ranks, symm_nvshmem.NvshmemGroup):
+        return Memory(ranks=buffer.ranks, release=lambda: ranks.free(buffer))
+    return Memory(ranks=buffer.ranks, release=lambda: None)
+
+
+def _allocate_here(plan: Plan, device: torch.device, workspace: Tensor | None) -> Memory:
+    """Workspaces of ranks that are all in this process, in ordinary device memory."""
+    size, num_bytes = plan.problem.ep_size, plan.bytes
+    if workspace is None:
+        try:
+            workspace = torch.empty(size * num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise WorkspaceError(
+                "out of GPU memory", got=str(error).splitlines()[0], expected=f"{size * num_bytes} bytes"
+            ) from None
+    if workspace.device != device or workspace.dtype != torch.uint8 or not workspace.is_contiguous():
+        raise WorkspaceError(
+            "the workspace is not plain bytes of this GPU",
+            got=f"{workspace.dtype} on {workspace.device}",
+            expected=f"contiguous uint8 on {device}",
+        )
+    if workspace.numel() < size * num_bytes or workspace.data_ptr() % symm_nvshmem.ALIGNMENT:
+        raise WorkspaceError(
+            "the workspace is too small or not aligned",
+            got=f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
+            expected=f"{size * num_bytes} bytes at a multiple of {symm_nvshmem.ALIGNMENT}",
+        )
+    return Memory(ranks=workspace.flatten()[: size * num_bytes].view(size, num_bytes).unbind(), release=lambda: None)

@@ -1,0 +1,101 @@
+"""Which tiles a session has, and which of them a call uses. Pure functions of plain numbers.
+
+A session compiles one kernel per tile height and picks one per call, by the call's token count. Ranks may pick
+differently: how an owner cuts its rows into blocks shows in nothing that another rank waits for, and a row's bits are
+the same in every tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe import backend
+from megamoe.errors import ConfigError
+from megamoe.problem import Activation, MoEProblem, Transport
+from megamoe.schedule.waves import Ring, default_ring
+from megamoe_cuda.kernel_config import KernelConfig, TileConfig
+
+AUTO = "auto"
+
+# Stages: as many as fit beside the staging of the epilogue. Registers: what the warpgroups need without spills.
+M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=40, math_registers=232)
+M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=24, math_registers=240)
+TILES = {tile.name: tile for tile in (M64, M128)}
+
+SWITCH_ROWS_PER_EXPERT = 64
+"""Mean rows per expert above which blocks of 128 rows are used. Below, most experts fit a block of 64, and a taller one
+would multiply padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig(backend.KernelConfig):
+    """The tiles of a session, shortest first, each with its ring of blocks.
+
+    Attributes:
+        name: "auto", or the name of the one tile that is pinned.
+        tiles: shapes and pipelines.
+        rings: geometry of the block ring for each tile; all share one piece of memory.
+    """
+
+    tiles: tuple[TileConfig, ...]
+    rings: tuple[Ring, ...]
+
+    def kernel(
+        self, problem: MoEProblem, tile: TileConfig, *, num_virtual_ranks: int, ctas_per_rank: int
+    ) -> KernelConfig:
+        """What the kernel of `tile` is compiled for."""
+        return KernelConfig(
+            num_ranks=problem.ep_size,
+            num_virtual_ranks=num_virtual_ranks,
+            ctas_per_rank=ctas_per_rank,
+            num_local_experts=problem.num_local_experts,
+            hidden_size=problem.hidden_size,
+            intermediate_size=problem.intermediate_size,
+            top_k=problem.top_k,
+            num_max_tokens_per_rank=problem.num_max_tokens_per_rank,
+            tile=tile,
+            ring=self.rings[self.tiles.index(tile)],
+            session_rings=self.rings,
+            transport=Transport(problem.transport),
+            activation=Activation(problem.activation),
+            swiglu_limit=problem.swiglu_limit,
+        )
+
+    def tile_for(self, problem: MoEProblem, num_tokens: int) -> TileConfig:
+        """The tile of a call with `num_tokens` tokens on this rank, if its peers bring about as many."""
+        rows_per_expert = num_tokens * problem.top_k / problem.num_local_experts
+        return self.tiles[-1] if rows_per_expert > SWITCH_ROWS_PER_EXPERT else self.tiles[0]
+
+
+def config_names() -> tuple[str, ...]:
+    """Names that `session_config` takes, the default first."""
+    return (AUTO, *TILES)
+
+
+def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
+    """The configuration called `name`; None is "auto".
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    name = name or AUTO
+    if name not in config_names():
+        raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(config_names()))
+    tiles = _tiles_up_to_capacity(problem) if name == AUTO else (TILES[name],)
+    return SessionConfig(name=name, tiles=tiles, rings=tuple(_ring(problem, tile.block_m) for tile in tiles))
+
+
+def _tiles_up_to_capacity(problem: MoEProblem) -> tuple[TileConfig, ...]:
+    """All tiles that some call can use: the taller only where a full call is large enough for it."""
+    full = problem.num_max_tokens_per_rank * problem.top_k / problem.num_local_experts
+    return (M64, M128) if full > SWITCH_ROWS_PER_EXPERT else (M64,)
+
+
+def _ring(problem: MoEProblem, block_m: int) -> Ring:
+    return default_ring(
+        ep_size=problem.ep_size,
+        num_max_tokens_per_rank=problem.num_max_tokens_per_rank,
+        top_k=problem.top_k,
+        num_local_experts=problem.num_local_experts,
+        block_m=block_m,
+    )

@@ -1,0 +1,397 @@
+"""One plan, opened: the workspace, the loaded kernels, and the calls.
+
+A call is one launch on the caller's stream: no synchronisation with the host, no compilation, and no allocation but
+that of `out`, where the caller gives none. What changes from call to call travels in the launch's arguments or is read
+by the kernel from device memory (the epoch, a device-side `num_tokens`), so a captured launch can be replayed.
+
+Calls of one session are ordered by their stream; to use several streams, order them with events. Two sessions may be
+open side by side, but the launches of both must come in the same order on every rank: each takes all of the plan's SMs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megamoe import env
+from megamoe.backend import HiddenStates, Plan, Session, SessionStats, check_call
+from megamoe.errors import CaptureError, InputError, MegaMoETimeoutError, SessionError
+from megamoe.formats import Quantized
+from megamoe.symm import Group
+from megamoe.tensors import ExpertWeights, Fp8BlockWeights, PreparedWeights
+from megamoe_cuda import weights as kernel_weights
+from megamoe_cuda.heuristics import SessionConfig
+from megamoe_cuda.jit.store import load_or_compile
+from megamoe_cuda.kernel_config import BLOCK_K, KernelConfig, TileConfig
+from megamoe_cuda.launcher import TIMEOUT_RECORD, LoadedKernel, RankCall, read_timeout
+from megamoe_cuda.workspace_layout import initial_words
+
+logger = logging.getLogger("megamoe.cuda")
+
+INPUT_ALIGNMENT = 16  # bytes; the kernel reads rows in pieces of 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Workspaces of all ranks, as this GPU addresses them.
+
+    Args:
+        ranks: uint8 of every rank, in rank order.
+        release: gives them back; collective where the provider's is.
+    """
+
+    ranks: tuple[Tensor, ...]
+    release: Callable[[], None]
+
+
+class CudaSession(Session):
+    """See `megamoe.backend.Session`; made by `CudaBackend.open`."""
+
+    weight_layout: ClassVar[str] = kernel_weights.LAYOUT
+
+    def __init__(
+        self, plan: Plan, *, group: Group | None, driven: range, memory: Memory, device: torch.device, timeout_s: float
+    ) -> None:
+        """Local; `start_epochs` makes the session ready for calls.
+
+        Args:
+            plan: a plan of `CudaBackend`.
+            group: the other ranks; None where this process has all.
+            driven: ranks that this process runs: its own, or all with virtual ranks.
+            memory: workspaces.
+            device: the GPU.
+            timeout_s: how long a wait for a peer may take.
+        """
+        virtual = group is None and plan.problem.ep_size > 1
+        super().__init__(plan, None if virtual else driven.start)
+        assert isinstance(plan.config, SessionConfig)
+        self._config = plan.config
+        self._group = group
+        self._driven = driven
+        self._memory = memory
+        self._device = device
+        self._timeout_s = timeout_s
+        self._check_ids = env.debug()
+        self._kernels: dict[TileConfig, LoadedKernel] = {}
+        self._calls = 0
+        self._timeouts = 0
+        self._failure: MegaMoETimeoutError | None = None
+        self._addresses = [rank.data_ptr() for rank in memory.ranks]
+        # The kernel writes here when a wait times out; pinned memory has one address for host and device.
+        self._records = torch.zeros(len(driven) * TIMEOUT_RECORD.size, dtype=torch.uint8, pin_memory=True)
+        self._happened = (ctypes.c_uint32 * (len(driven) * TIMEOUT_RECORD.size // 4)).from_address(
+            self._records.data_ptr()
+        )
+        self._received = torch.zeros(
+            len(driven), plan.problem.num_local_experts, dtype=torch.int32, device=device
+        )  # by rank and local expert, of the last call
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
+        assert isinstance(weights, Fp8BlockWeights)
+        return kernel_weights.prepare(weights, self.plan.problem, self._device)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: HiddenStates | Sequence[HiddenStates],
+        topk_ids: Tensor | Sequence[Tensor],
+        topk_weights: Tensor | Sequence[Tensor],
+        weights: PreparedWeights | Sequence[PreparedWeights],
+        *,
+        out: Tensor | Sequence[Tensor] | None = None,
+        num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
+    ) -> Any:
+        """COLLECTIVE, stream-ordered, graph-safe after `warmup`. See `Session.forward`."""
+        self._require_healthy()
+        num_ranks = len(self._driven)
+        arguments = [
+            _per_rank(name, value, self.ep_rank is None, num_ranks)
+            for name, value in (
+                ("hidden_states", hidden_states),
+                ("topk_ids", topk_ids),
+                ("topk_weights", topk_weights),
+                ("weights", weights),
+                ("out", out),
+                ("num_tokens", num_tokens),
+            )
+        ]
+        prepared = [self._prepare_call(index, *values) for index, values in enumerate(zip(*arguments, strict=True))]
+        kernel = self._kernel_for(max(call.num_rows for call in prepared))
+        with torch.cuda.nvtx.range("megamoe.forward"):
+            kernel.launch(
+                workspaces=self._addresses,
+                first_rank=self._driven.start,
+                calls=[call.launch for call in prepared],
+                timeout_records=self._records.data_ptr(),
+                timeout_s=self._timeout_s,
+                stream=torch.cuda.current_stream(self._device).cuda_stream,
+            )
+        self._calls += 1
+        outputs = [call.out for call in prepared]
+        return outputs if self.ep_rank is None else outputs[0]
+
+    def _prepare_call(
+        self,
+        index: int,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: PreparedWeights,
+        out: Tensor | None,
+        num_tokens: int | Tensor | None,
+    ) -> _Call:
+        """Check one rank's arguments and turn them into addresses."""
+        problem = self.plan.problem
+        num_rows = check_call(
+            problem,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            out,
+            payload_shape=(problem.hidden_size, torch.float8_e4m3fn),
+            scale_shape=(problem.hidden_size // BLOCK_K, torch.float32),
+        )
+        weights.require(backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
+        if topk_ids.device != self._device:
+            raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
+        if self._check_ids and not torch.cuda.is_current_stream_capturing():
+            _require_ids(topk_ids, problem.num_experts)
+        payload, scales = _payload_and_scales(hidden_states)
+        inputs = [tensor.contiguous() for tensor in (payload, topk_ids, topk_weights)]
+        if scales is not None:
+            inputs.append(scales.contiguous())
+        for tensor in inputs:
+            if tensor.data_ptr() % INPUT_ALIGNMENT:
+                raise InputError(
+                    "an argument starts at an odd address", got=hex(tensor.data_ptr()), expected="a multiple of 16"
+                )
+        if out is None:
+            out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device=self._device)
+        host_tokens, device_tokens = self._num_tokens(num_tokens, num_rows)
+        if num_tokens is not None:
+            out.zero_()  # the kernel writes valid rows only
+        tensors = weights.tensors
+        return _Call(
+            num_rows=num_rows,
+            out=out,
+            launch=RankCall(
+                hidden_states=inputs[0].data_ptr(),
+                hidden_scales=inputs[3].data_ptr() if scales is not None else 0,
+                topk_ids=inputs[1].data_ptr(),
+                topk_ids_are_int64=topk_ids.dtype == torch.int64,
+                topk_weights=inputs[2].data_ptr(),
+                w13=tensors["w13_weight"].data_ptr(),
+                w13_scale=tensors["w13_weight_scale"].data_ptr(),
+                w2=tensors["w2_weight"].data_ptr(),
+                w2_scale=tensors["w2_weight_scale"].data_ptr(),
+                out=out.data_ptr(),
+                num_tokens=host_tokens,
+                device_num_tokens=device_tokens,
+                expert_counts=self._received[index].data_ptr(),
+            ),
+        )
+
+    def _num_tokens(self, num_tokens: int | Tensor | None, num_rows: int) -> tuple[int, int]:
+        """The number on the host, and the address of the one on the device or 0."""
+        if num_tokens is None:
+            return num_rows, 0
+        if isinstance(num_tokens, int):
+            if not 0 <= num_tokens <= num_rows:
+                raise InputError("num_tokens is out of range", got=num_tokens, expected=f"0 to {num_rows}")
+            return num_tokens, 0
+        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or num_tokens.device != self._device:
+            raise InputError(
+                "num_tokens is no device-side count",
+                got=f"{tuple(num_tokens.shape)} {num_tokens.dtype} on {num_tokens.device}",
+                expected=f"one int32 on {self._device}, or an int",
+            )
+        return num_rows, num_tokens.data_ptr()
+
+    # -- kernels ------------------------------------------------------------------------------------------------
+
+    def _kernel_for(self, num_tokens: int) -> LoadedKernel:
+        tile = self._config.tile_for(self.plan.problem, num_tokens)
+        kernel = self._kernels.get(tile)
+        if kernel is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    f"the kernel of tile {tile.name} is not loaded, and can't be while a graph is captured",
+                    hint="call session.warmup() on every rank before the capture",
+                )
+            kernel = self._kernels[tile] = self._load(tile)
+        return kernel
+
+    def _load(self, tile: TileConfig) -> LoadedKernel:
+        with torch.cuda.device(self._device):
+            return LoadedKernel(load_or_compile(self._kernel_config(tile)))
+
+    def _kernel_config(self, tile: TileConfig) -> KernelConfig:
+        num_virtual = len(self._driven)
+        return self._config.kernel(
+            self.plan.problem,
+            tile,
+            num_virtual_ranks=num_virtual,
+            ctas_per_rank=self.plan.device.num_sms // num_virtual,
+        )
+
+    def warmup(self) -> float:
+        """COLLECTIVE. Compile and load the kernels of every token count; returns the seconds it took."""
+        self._require_healthy()
+        start = time.perf_counter()
+        for tile in self._config.tiles:
+            if tile not in self._kernels:
+                self._kernels[tile] = self._load(tile)
+        self._meet("warmup")
+        return time.perf_counter() - start
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def _require_healthy(self) -> None:
+        """Raise if the session is closed, or if a call that has ended by now failed. Does not synchronise."""
+        self.require_open()
+        if self._failure is None and any(self._happened[:: TIMEOUT_RECORD.size // 4]):
+            self._failure = self._read_failure()
+            self._timeouts += 1
+        if self._failure is not None:
+            raise self._failure
+
+    def _read_failure(self) -> MegaMoETimeoutError:
+        data = bytes(self._happened)
+        records = (read_timeout(data[i : i + TIMEOUT_RECORD.size]) for i in range(0, len(data), TIMEOUT_RECORD.size))
+        first = next(record for record in records if record is not None)
+        logger.error("timed out: %s", first)
+        return MegaMoETimeoutError(
+            rank=first.rank,
+            peer=first.peer,
+            phase=first.phase,
+            timeout_s=self._timeout_s,
+            epoch=first.epoch,
+            index=first.index,
+        )
+
+    def check(self) -> None:
+        """Raise what calls up to now left behind. Synchronises the device."""
+        self.require_open()
+        torch.cuda.synchronize(self._device)
+        self._require_healthy()
+
+    def reset(self) -> None:
+        """COLLECTIVE. Make the session usable again after a failed call."""
+        self.require_open()
+        torch.cuda.synchronize(self._device)
+        self._meet("reset: all launches have ended")
+        self._records.zero_()
+        self._failure = None
+        self.start_epochs(0)
+
+    def start_epochs(self, epoch: int) -> None:
+        """COLLECTIVE. Make `epoch` the number of the last call on every rank, with no flag raised since."""
+        layout = self.plan.workspace
+        for rank in self._driven:
+            words = self._memory.ranks[rank]
+            for name, value in initial_words(layout, epoch):
+                array = layout[name]
+                words[array.offset : array.offset + array.num_bytes].view(torch.int32).fill_(_as_int32(value))
+        torch.cuda.synchronize(self._device)
+        self._meet("reset: all flags are set")
+
+    def _meet(self, phase: str) -> None:
+        if self._group is not None:
+            self._group.barrier(timeout_s=self._timeout_s, phase=phase)
+
+    # -- reports ------------------------------------------------------------------------------------------------
+
+    def receive_counts(self) -> Any:
+        """Stream-ordered. `[E_local]` int32 rows that each local expert received in the last call; see `Session`."""
+        self.require_open()
+        counts = list(self._received.clone().unbind())
+        return counts if self.ep_rank is None else counts[0]
+
+    def stats(self) -> Any:
+        """`SessionStats`; synchronises."""
+        self.require_open()
+        array = self.plan.workspace["dropped_ids"]
+        stats = [
+            SessionStats(
+                calls=self._calls,
+                dropped_ids=int(self._memory.ranks[rank][array.offset : array.offset + 4].view(torch.int32).item()),
+                timeouts=self._timeouts,
+            )
+            for rank in self._driven
+        ]
+        return stats if self.ep_rank is None else stats[0]
+
+    def close(self) -> None:
+        """COLLECTIVE. Give the workspace back, once every rank's calls have ended; calling it again does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        torch.cuda.synchronize(self._device)
+        self._kernels.clear()
+        try:
+            self._meet("close")
+        except SessionError:
+            logger.warning("the group broke earlier; this rank gives its workspace back without waiting for the others")
+        self._memory.release()
+        self._memory = Memory(ranks=(), release=_nothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One rank's arguments: addresses for the kernel, and what the host needs of them."""
+
+    num_rows: int
+    out: Tensor
+    launch: RankCall
+
+
+def _per_rank(name: str, value: Any, virtual: bool, num_ranks: int) -> Sequence[Any]:
+    """One entry per rank that this process runs."""
+    if value is None:
+        return (None,) * num_ranks
+    if not virtual:
+        return (value,)
+    if isinstance(value, Tensor | PreparedWeights | int) or len(value) != num_ranks:
+        raise InputError(
+            f"{name} is not one entry per virtual rank", got=type(value).__name__, expected=f"a list of {num_ranks}"
+        )
+    entries: Sequence[Any] = value
+    return entries
+
+
+def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
+    if isinstance(hidden_states, Tensor):
+        return hidden_states, None
+    if isinstance(hidden_states, Quantized):
+        return hidden_states.payload, hidden_states.scales
+    return hidden_states
+
+
+def _require_ids(topk_ids: Tensor, num_experts: int) -> None:
+    """Raise for an id outside [-1, num_experts). Synchronises, hence in debug mode only."""
+    wrong = topk_ids[(topk_ids < -1) | (topk_ids >= num_experts)]
+    if wrong.numel():
+        raise InputError(
+            "topk_ids holds ids of no expert",
+            got=f"{wrong.numel()} of them, {wrong[0].item()} first",
+            expected=f"-1 to {num_experts - 1}",
+        )
+
+
+def _as_int32(value: int) -> int:
+    """The int32 of the same bits as a uint32."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,143 @@
+"""Plans, limits and refusals of the CUDA backend; none of it needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamoe.backend import Capability, Reason, VirtualRanks
+from megamoe.errors import BackendUnavailableError, ConfigError, UnsupportedProblemError
+from megamoe.problem import MoEProblem
+from megamoe.schedule.device_spec import H200, MI355X
+from megamoe.symm import InprocGroup
+from megamoe_cuda import backend as cuda_backend
+from megamoe_cuda.backend import IMPLEMENTED, CudaBackend
+
+SEED = MoEProblem(
+    hidden_size=4096, intermediate_size=2048, num_experts=256, top_k=8, num_max_tokens_per_rank=8192, ep_size=8
+)
+BACKEND = CudaBackend()
+
+
+@pytest.fixture
+def claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the kernel had been seen right."""
+    monkeypatch.setattr(cuda_backend, "SEEN_RIGHT_ON", "a GPU in this test")
+
+
+def test_nothing_is_claimed_before_the_kernel_was_seen_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "SEEN_RIGHT_ON", None)
+    assert BACKEND.capabilities() == frozenset()
+    verdict = BACKEND.supports(SEED)
+    assert not verdict.ok
+    assert "has not passed its tests" in verdict.detail
+    with pytest.raises(UnsupportedProblemError, match="has not passed its tests"):
+        BACKEND.plan(SEED)
+
+
+@pytest.mark.usefixtures("claimed")
+def test_what_is_claimed_has_no_kernel_of_another_mode() -> None:
+    claimed = BACKEND.capabilities()
+    assert claimed == IMPLEMENTED
+    assert not claimed & {Capability.QUANT_BF16, Capability.QUANT_A8W4, Capability.QUANT_A4W4, Capability.EXPERT_BIAS}
+    assert BACKEND.supports(SEED).ok
+
+
+@pytest.mark.usefixtures("claimed")
+@pytest.mark.parametrize(
+    "change, reason, says",
+    [
+        ({"quant": "bf16"}, Reason.QUANT, "quant:bf16"),
+        ({"quant": "a8w4"}, Reason.QUANT, "quant:a8w4"),
+        ({"expert_bias": True}, Reason.BIAS, "expert_bias"),
+        ({"hidden_size": 2880}, Reason.SHAPE, "hidden_size = 2880 is not a multiple of 128"),
+        ({"intermediate_size": 2000}, Reason.SHAPE, "intermediate_size = 2000"),
+        ({"hidden_size": 16384}, Reason.SHAPE, "up to 8192"),
+        ({"num_experts": 256, "ep_size": 64}, Reason.EP_SIZE, "exceeds 32"),
+        ({"num_max_tokens_per_rank": 1 << 28}, Reason.CAPACITY, "num_max_tokens_per_rank"),
+        ({"num_experts": 8192, "ep_size": 32}, Reason.NUM_EXPERTS, "shared memory"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_take_is_refused_with_the_reason(
+    change: dict[str, object], reason: Reason, says: str
+) -> None:
+    verdict = BACKEND.supports(replace(SEED, **change))
+    assert (verdict.ok, verdict.reason) == (False, reason)
+    assert says in verdict.detail
+
+
+@pytest.mark.usefixtures("claimed")
+@pytest.mark.parametrize("hidden", [3072, 3584, 4096, 5120, 6144, 7168, 8192])
+@pytest.mark.parametrize("local_experts", [1, 31, 32, 48, 56, 64])
+def test_sizes_of_real_models_are_taken(hidden: int, local_experts: int) -> None:
+    for ep_size in (1, 8):
+        assert BACKEND.supports(replace(SEED, hidden_size=hidden, num_experts=local_experts * ep_size, ep_size=ep_size))
+
+
+@pytest.mark.usefixtures("claimed")
+def test_a_plan_is_the_same_wherever_it_is_made() -> None:
+    plan = BACKEND.plan(SEED)
+    assert plan == BACKEND.plan(SEED)
+    assert hash(plan) == hash(BACKEND.plan(SEED))
+    assert plan.device == H200
+    assert str(plan.bytes) in str(plan)
+
+
+@pytest.mark.usefixtures("claimed")
+def test_every_configuration_can_be_pinned_by_name() -> None:
+    names = BACKEND.configs(SEED)
+    assert names[0] == BACKEND.plan(SEED).config.name == "auto"
+    assert [BACKEND.plan(SEED, config=name).config.name for name in names] == list(names)
+    with pytest.raises(ConfigError, match="no such configuration"):
+        BACKEND.plan(SEED, config="m96")
+
+
+@pytest.mark.usefixtures("claimed")
+def test_a_plan_for_fewer_sms_leaves_the_others_free_and_keeps_the_workspace() -> None:
+    fewer = BACKEND.plan(SEED, replace(H200, num_sms=116))
+    assert fewer.workspace == BACKEND.plan(SEED).workspace
+    with pytest.raises(ConfigError, match="does not compile for this device"):
+        BACKEND.plan(SEED, MI355X)
+
+
+@pytest.mark.usefixtures("claimed")
+def test_workspace_of_the_seeds_shape_is_smaller_than_the_seeds_own() -> None:
+    """The seed's buffer took 134 MiB at 8 tokens and 1,811 MiB at 8192."""
+    mib = 1 << 20
+    assert BACKEND.plan(replace(SEED, num_max_tokens_per_rank=8)).bytes < 134 * mib
+    assert BACKEND.plan(SEED).bytes < 1811 * mib
+
+
+@pytest.mark.usefixtures("claimed")
+@pytest.mark.parametrize(
+    "group, says",
+    [
+        (None, "pass a process group, or VirtualRanks"),
+        ("eight ranks", "not a group of ranks; got str"),
+        (InprocGroup.create(2)[0], "got 2 ranks; expected ep_size = 8"),
+    ],
+    ids=["none", "string", "size"],
+)
+def test_a_wrong_group_is_refused_by_every_rank_alone(group: object, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        BACKEND.open(BACKEND.plan(SEED), group)
+    assert says in str(raised.value)
+
+
+@pytest.fixture
+def no_gpu() -> Iterator[None]:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    return
+
+
+@pytest.mark.usefixtures("claimed", "no_gpu")
+@pytest.mark.parametrize("group", [VirtualRanks(), None], ids=["virtual", "single"])
+def test_a_machine_without_a_gpu_says_so(group: object) -> None:
+    problem = SEED if group else replace(SEED, num_experts=32, ep_size=1)
+    with pytest.raises(BackendUnavailableError, match="backend cuda can't run here"):
+        BACKEND.open(BACKEND.plan(problem), group)

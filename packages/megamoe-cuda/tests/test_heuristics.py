@@ -1,0 +1,47 @@
+"""Which tiles a session has and which a call uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megamoe.problem import MoEProblem
+from megamoe_cuda.heuristics import TILES, config_names, session_config
+from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES, shared_memory
+from megamoe_cuda.workspace_layout import kernel_workspace
+
+SEED = MoEProblem(
+    hidden_size=4096, intermediate_size=2048, num_experts=256, top_k=8, num_max_tokens_per_rank=8192, ep_size=8
+)
+
+
+def test_a_small_capacity_does_not_pay_for_tiles_that_no_call_uses() -> None:
+    small = session_config(replace(SEED, num_max_tokens_per_rank=128), None)
+    large = session_config(SEED, None)
+    assert len(small.tiles) < len(large.tiles)
+    assert [tile.block_m for tile in large.tiles] == sorted(tile.block_m for tile in large.tiles)
+
+
+def test_the_tile_grows_with_the_call() -> None:
+    config = session_config(SEED, None)
+    heights = [config.tile_for(SEED, num_tokens).block_m for num_tokens in (0, 1, 8, 128, 256, 512, 8192)]
+    assert heights == sorted(heights)
+    assert heights[0] == 64
+    assert heights[-1] == 128
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_a_pinned_tile_is_used_for_every_call(name: str) -> None:
+    config = session_config(SEED, name)
+    assert {config.tile_for(SEED, num_tokens).name for num_tokens in (0, 64, 8192)} == {name}
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 8, 32])
+@pytest.mark.parametrize("name", config_names())
+def test_every_kernel_of_a_session_fits_and_shares_one_workspace(name: str, ep_size: int) -> None:
+    problem = replace(SEED, ep_size=ep_size, num_experts=32 * ep_size)
+    config = session_config(problem, name)
+    kernels = [config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132) for tile in config.tiles]
+    assert all(shared_memory(kernel).num_bytes <= MAX_DYNAMIC_BYTES for kernel in kernels)
+    assert len({kernel_workspace(kernel) for kernel in kernels}) == 1
