@@ -89,7 +89,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """mypy --strict on the host code of all packages."""
-    install_packages(session, CORE, tools=("mypy", "nox"))
+    install_packages(session, f"{CORE}[test]", tools=("mypy", "nox"))
     step(session, "typecheck.sh", *session.posargs)
 
 
