@@ -51,14 +51,14 @@ def multiply(rows: Tensor, weight: Tensor) -> Tensor:
     """`rows` times `weight` transposed. Call it inside `one_thread()`.
 
     Args:
-        rows: `[m, K]` FP32, m a multiple of `ROW_TILE` (`pad_rows`).
+        rows: `[m, K]` FP32, m a multiple of `ROW_TILE` (`pad_rows`), 0 included.
         weight: `[N, K]` FP32.
     """
     assert rows.shape[0] % ROW_TILE == 0, "pad_rows first"
     height = MAX_ROWS if not heights_agree(*weight.shape) else ROW_TILE
     num_rows = rows.shape[0]
     padded = pad_rows(rows, height)
-    products = [padded[first : first + MAX_ROWS] @ weight.t() for first in range(0, num_rows, MAX_ROWS)]
+    products = [padded[first : first + MAX_ROWS] @ weight.t() for first in range(0, max(num_rows, 1), MAX_ROWS)]
     return products[0][:num_rows] if len(products) == 1 else torch.cat(products)[:num_rows]
 
 

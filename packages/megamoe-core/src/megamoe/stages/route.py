@@ -5,7 +5,8 @@
       -> counts [E] int32
 
 A pick is token * K + slot. An id of -1 means "no expert": it makes no entry, so that nothing of that pick moves. An id
-outside [-1, E) makes no entry either and is counted. Duplicate ids in a row are two picks and two entries.
+outside [-1, E) makes no entry either; `out_of_range` finds those, to be counted. Duplicate ids in a row are two picks and
+two entries.
 
 Entries of one expert are sorted by pick here; their order never changes a result, since every row is computed alone and
 lands in its own (slot, token) place.
@@ -27,13 +28,11 @@ class Routing:
         picks: `[n]` int32, token * K + slot, sorted by expert, then by pick.
         weights: `[n]` FP32 router weight of each.
         counts: `[E]` int32 entries per global expert.
-        num_dropped: ids outside [-1, E).
     """
 
     picks: Tensor
     weights: Tensor
     counts: Tensor
-    num_dropped: int
 
 
 def is_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
@@ -56,5 +55,4 @@ def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
         picks=picks[order].int(),
         weights=topk_weights.flatten()[picks[order]],
         counts=torch.bincount(experts, minlength=num_experts).int(),
-        num_dropped=int(out_of_range(ids, num_experts).sum()),
     )

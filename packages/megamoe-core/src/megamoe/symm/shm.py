@@ -11,12 +11,16 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import secrets
 import select
 import socket
 import struct
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.errors import ConfigError, MegaMoETimeoutError, ProtocolError, RankFailedError, WorkspaceError
@@ -157,6 +161,27 @@ class ShmGroup(Group):
             sock.close()
         self._sockets = {}
         self._broken = self._broken or "it is closed"
+
+
+def connect_process_group(process_group: dist.ProcessGroup, *, timeout_s: float) -> ShmGroup:
+    """COLLECTIVE. The ranks of a `torch.distributed` group as processes that share memory.
+
+    Raises:
+        ConfigError: the ranks are not on one machine.
+    """
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    hello: list[Any] = [None] * size
+    dist.all_gather_object(hello, (_machine(), secrets.token_hex(8)), group=process_group)
+    machines = [machine for machine, _ in hello]
+    if len(set(machines)) > 1:
+        raise ConfigError("ranks that share memory are on one machine", got=machines, expected="the same on all ranks")
+    return ShmGroup.connect(hello[0][1], rank, size, timeout_s=timeout_s)
+
+
+def _machine() -> str:
+    """Tells apart what can't meet at an abstract socket: machines, their boots, and network namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/net')}"
 
 
 def _address(name: str, rank: int) -> str:

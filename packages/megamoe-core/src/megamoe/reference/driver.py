@@ -1,0 +1,163 @@
+"""Drives the programs of one call to their end, on a few threads.
+
+A thread owns some CTAs of every rank of the session. It steps their programs in turn, one op each; a wait whose flag is
+not there yet is passed over until the next turn. It stays with a rank while anything moves there, so that a rank's
+blocks run in their order and an expert's weights are dequantised once. When nothing moves at all it looks after failed
+ranks and the time, and sleeps a little.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.errors import MegaMoETimeoutError
+from megamoe.reference.executor import RankExecutor
+from megamoe.schedule.persistent import Program, cta_program
+from megamoe.schedule.protocol import Answer, Call, Wait
+from megamoe.stages.multiply import one_thread
+
+_FIRST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 2e-3  # a flag is seen at most that late; many ranks on few cores must not poll each other to death
+
+
+@dataclass(kw_only=True, eq=False)
+class _Worker:
+    """One role of one CTA: a program and what it waits for."""
+
+    executor: RankExecutor
+    program: Program
+    waiting: Wait | None = None
+    since: float = 0.0
+    answer: Answer = None
+    done: bool = False
+
+    def step(self) -> bool:
+        """Do the program's next op; False if it waits, or has ended."""
+        if self.waiting is not None:
+            if not self.executor.satisfied(self.waiting):
+                return False
+            self.waiting = None
+        try:
+            op = self.program.send(self.answer)
+        except StopIteration:
+            self.done = True
+            return False
+        if isinstance(op, Wait):
+            self.answer, self.waiting, self.since = None, op, time.monotonic()
+        else:
+            self.answer = self.executor.run(op)
+        return True
+
+
+class Driver:
+    """One call of the ranks of one session.
+
+    Args:
+        executors: the session's ranks, their arguments taken.
+        calls: their calls.
+        num_threads: threads to use, the caller's included.
+        timeout_s: how long a wait may take.
+        dead_peers: ranks that have died.
+    """
+
+    def __init__(
+        self,
+        executors: Sequence[RankExecutor],
+        calls: Sequence[Call],
+        *,
+        num_threads: int,
+        timeout_s: float,
+        dead_peers: Callable[[], frozenset[int]],
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._dead_peers = dead_peers
+        self._driven = {call.rank for call in calls}
+        self._epoch = calls[0].epoch
+        self._last_step = time.monotonic()
+        self._failure: BaseException | None = None
+        num_ctas = executors[0].shape.num_ctas
+        self._num_threads = min(num_threads, num_ctas)
+        self._ranks_of_thread = [
+            [
+                [
+                    _Worker(executor=executor, program=program)
+                    for cta in range(thread, num_ctas, self._num_threads)
+                    for program in cta_program(executor.shape, call, cta).values()
+                ]
+                for executor, call in zip(executors, calls, strict=True)
+            ]
+            for thread in range(self._num_threads)
+        ]
+
+    def run(self) -> None:
+        """Return when every program has ended; raise the first error otherwise, after all threads have stopped."""
+        helpers = [threading.Thread(target=self._drive, args=(ranks,)) for ranks in self._ranks_of_thread[1:]]
+        with one_thread():
+            for helper in helpers:
+                helper.start()
+            self._drive(self._ranks_of_thread[0])
+            for helper in helpers:
+                helper.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _drive(self, ranks: list[list[_Worker]]) -> None:
+        try:
+            torch.set_num_threads(1)
+            with torch.no_grad():
+                self._step_all(ranks)
+        except BaseException as error:  # an interrupt too: the other threads have to stop
+            if self._failure is None:
+                self._failure = error
+
+    def _step_all(self, ranks: list[list[_Worker]]) -> None:
+        sleep_s = _FIRST_SLEEP_S
+        while any(ranks) and self._failure is None:
+            moved = False
+            for workers in ranks:
+                while self._step_rank(workers):
+                    moved = True
+            if moved:
+                sleep_s = _FIRST_SLEEP_S
+            elif any(ranks):
+                self._look_around(ranks)
+                time.sleep(sleep_s)
+                sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+
+    def _step_rank(self, workers: list[_Worker]) -> bool:
+        """Step each worker of a rank once and drop those that have ended; whether any moved."""
+        if self._failure is not None:
+            return False
+        moved = False
+        for worker in workers:
+            if worker.step():
+                moved = True
+                self._last_step = time.monotonic()
+        workers[:] = [worker for worker in workers if not worker.done]
+        return moved
+
+    def _look_around(self, ranks: list[list[_Worker]]) -> None:
+        """Raise if a peer has failed, or a wait has run out of time."""
+        dead, now = self._dead_peers(), time.monotonic()
+        for workers in ranks:
+            for worker in workers:
+                wait = worker.waiting
+                if wait is None or worker.executor.satisfied(wait):
+                    continue
+                worker.executor.check_peers(dead)
+                # A rank that this session drives is late only when nothing moves here at all.
+                since = max(worker.since, self._last_step) if wait.peer in self._driven else worker.since
+                if now - since > self._timeout_s:
+                    raise MegaMoETimeoutError(
+                        rank=worker.executor.rank,
+                        peer=wait.peer,
+                        phase=wait.phase,
+                        timeout_s=self._timeout_s,
+                        epoch=self._epoch,
+                        index=wait.index,
+                    )

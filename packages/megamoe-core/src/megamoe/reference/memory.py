@@ -1,0 +1,51 @@
+"""The arrays of one rank's workspace as tensors, at the places that the plan gives them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megamoe.schedule.workspace import Section, WorkspaceLayout
+
+Words = npt.NDArray[np.uint32]
+
+
+class RankMemory:
+    """One rank's workspace.
+
+    Args:
+        layout: where everything is.
+        symmetric: uint8, the symmetric section.
+        local: uint8, the local section; None for a peer, whose local section nobody else sees.
+    """
+
+    def __init__(self, layout: WorkspaceLayout, symmetric: Tensor, local: Tensor | None) -> None:
+        self._layout = layout
+        self._symmetric = symmetric
+        self._local = local
+        # The same few views are asked for thousands of times a call.
+        self.rows = cache(self._rows)
+        self.words = cache(self._words)
+
+    def has(self, name: str) -> bool:
+        """Whether the workspace has the array; formats without scales have none of scales."""
+        return name in self._layout
+
+    def _rows(self, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Array `name` as `[*dims, row_bytes / itemsize]` of `dtype`."""
+        array = self._layout[name]
+        if array.section is Section.SYMMETRIC:
+            section, offset = self._symmetric, array.offset
+        else:
+            assert self._local is not None, f"{name} of a peer"
+            section, offset = self._local, array.offset - self._layout.symmetric_bytes
+        return section[offset : offset + array.num_bytes].view(dtype).view(*array.dims, -1)
+
+    def _words(self, name: str) -> Words:
+        """First word of each row of array `name`, numpy `[*dims]`: single loads and stores (megamoe.symm.base)."""
+        words: Words = self._rows(name, torch.int32)[..., 0].numpy().view(np.uint32)
+        return words

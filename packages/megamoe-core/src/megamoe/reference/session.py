@@ -1,0 +1,378 @@
+"""Sessions of the reference: one rank of a group, or all ranks at once."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe import env
+from megamoe.backend import (
+    HiddenStates,
+    Session,
+    StageTaps,
+    VirtualRanks,
+    check_call,
+)
+from megamoe.errors import (
+    ConfigError,
+    InputError,
+    MegaMoETimeoutError,
+    RankFailedError,
+    SessionError,
+    WorkspaceError,
+)
+from megamoe.formats import Quantized, activation_format
+from megamoe.reference.driver import Driver
+from megamoe.reference.executor import RankArguments, RankExecutor
+from megamoe.reference.memory import RankMemory
+from megamoe.reference.plan import ReferencePlan
+from megamoe.reference.weights import ExpertReader, MatrixCache, named_tensors
+from megamoe.schedule.protocol import Call, next_epoch
+from megamoe.stages.multiply import heights_agree
+from megamoe.stages.route import out_of_range
+from megamoe.symm import Group
+from megamoe.symm.shm import connect_process_group
+from megamoe.tensors import ExpertWeights, PreparedWeights
+
+
+class ReferenceSession(Session):
+    """One rank of a group, or all ranks of a group of one process.
+
+    `forward` is synchronous: it returns when the result is there, or raises. Threads: as many as torch is set to where
+    forward is called, at most `plan.config.num_ctas`; each computes alone, so that bits do not depend on their number.
+
+    A call that fails on one rank ends on all: the rank that raises tells the others, which raise RankFailedError at
+    once; this holds for bad arguments (CapacityError, InputError, ...) too, which are found before anything is sent.
+    After that every rank calls `reset()` before the next forward. A session without peers (ep_size 1, virtual ranks)
+    needs no reset after bad arguments.
+    """
+
+    weight_layout: ClassVar[str] = "checkpoint_order-v1"
+
+    def __init__(
+        self,
+        plan: ReferencePlan,
+        executors: Sequence[RankExecutor],
+        group: Group | None,
+        *,
+        virtual: bool,
+        owns_group: bool,
+        timeout_s: float,
+    ) -> None:
+        """Use `ReferenceBackend.open`."""
+        super().__init__(plan, None if virtual else executors[0].rank)
+        self._plan = plan
+        self._executors = executors
+        self._group = group
+        self._virtual = virtual
+        self._owns_group = owns_group
+        self._timeout_s = timeout_s
+        self._num_calls = 0
+        self._failure: BaseException | None = None
+        self._fmt = activation_format(plan.problem.quant, plan.problem.act_format)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
+        """The same tensors, not copied: experts are dequantised one at a time, in each call."""
+        return PreparedWeights(
+            backend=self.plan.backend,
+            layout=self.weight_layout,
+            quant=self._plan.problem.quant,  # type: ignore[arg-type]  # made an enum by MoEProblem
+            num_local_experts=self._plan.problem.num_local_experts,
+            tensors=named_tensors(weights),
+        )
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: HiddenStates | Sequence[HiddenStates],
+        topk_ids: Tensor | Sequence[Tensor],
+        topk_weights: Tensor | Sequence[Tensor],
+        weights: PreparedWeights | Sequence[PreparedWeights],
+        *,
+        out: Tensor | Sequence[Tensor] | None = None,
+        num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
+    ) -> Any:
+        """COLLECTIVE. See `Session.forward`. A failed call leaves NaN in `out`."""
+        self.require_open()
+        if self._failure is not None:
+            raise SessionError(
+                f"the last call failed ({type(self._failure).__name__}: {self._failure})",
+                hint="call session.reset() on every rank, or open a new session",
+            )
+        epoch = next_epoch(self._plan.config.first_epoch, self._num_calls)
+        columns = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        try:
+            arguments = [self._check_rank(*row) for row in self._per_rank(columns)]
+        except Exception as error:
+            if self._group is not None and self._group.size > 1:
+                self._fail(error, epoch)
+            raise
+        self._num_calls += 1
+        try:
+            self._drive(arguments, epoch)
+        except BaseException as error:
+            for rank in arguments:
+                rank.out.fill_(torch.nan)
+            self._fail(error, epoch)
+            raise
+        outputs = [rank.out for rank in arguments]
+        return outputs if self._virtual else outputs[0]
+
+    def _per_rank(self, columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """One tuple of arguments per rank that this session drives."""
+        if not self._virtual:
+            return [tuple(columns)]
+        size = len(self._executors)
+        filled = [[None] * size if column is None else column for column in columns]
+        for column in filled:
+            if isinstance(column, (Tensor, Quantized, PreparedWeights)) or len(column) != size:
+                raise InputError(
+                    "with virtual ranks every argument is a list, one entry a rank",
+                    got=type(column).__name__ if not isinstance(column, list) else f"{len(column)} entries",
+                    expected=f"{size} entries",
+                )
+        return list(zip(*filled, strict=True))
+
+    def _check_rank(
+        self,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: PreparedWeights,
+        out: Tensor | None,
+        num_tokens: int | Tensor | None,
+    ) -> RankArguments:
+        """Hold one rank's arguments against the plan, before anything is sent."""
+        problem, fmt = self._plan.problem, self._fmt
+        weights.require(backend=self.plan.backend, layout=self.weight_layout, problem=problem)
+        num_rows = check_call(
+            problem,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            out,
+            payload_shape=(problem.hidden_size // fmt.values_per_item, fmt.payload_dtype),
+            scale_shape=None if fmt.scale_dtype is None else (problem.hidden_size // fmt.block, fmt.scale_dtype),
+        )
+        if topk_ids.device.type != "cpu":
+            raise InputError("the reference computes on CPU", got=topk_ids.device, expected="CPU tensors")
+        valid = num_rows if num_tokens is None else int(num_tokens)
+        if not 0 <= valid <= num_rows:
+            raise InputError("num_tokens does not fit hidden_states", got=valid, expected=f"0 to {num_rows}")
+        if env.debug() and bool((foreign := out_of_range(topk_ids[:valid], problem.num_experts)).any()):
+            token, slot = foreign.nonzero()[0].tolist()
+            raise InputError(
+                f"topk_ids[{token}, {slot}] is not an expert",
+                got=int(topk_ids[token, slot]),
+                expected=f"-1 to {problem.num_experts - 1}",
+            )
+        if out is None:
+            out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16)
+        out[valid:] = 0
+        return RankArguments(
+            hidden_states=self._in_format(hidden_states),
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            reader=ExpertReader.of(problem, weights.tensors),
+            out=out,
+            num_tokens=valid,
+        )
+
+    def _in_format(self, hidden_states: HiddenStates) -> Tensor | Quantized:
+        if isinstance(hidden_states, tuple):
+            payload, scales = hidden_states
+            return Quantized(payload=payload, scales=scales, fmt=self._fmt)
+        return hidden_states
+
+    @torch.no_grad()
+    def _drive(self, arguments: Sequence[RankArguments], epoch: int) -> None:
+        num_threads = torch.get_num_threads()
+        cache = MatrixCache(2 * (num_threads + 1))  # w13 and w2 of an expert per thread, and of the next
+        calls = []
+        for executor, rank in zip(self._executors, arguments, strict=True):
+            calls.append(Call(rank=executor.rank, epoch=epoch, num_tokens=rank.num_tokens))
+            executor.begin(calls[-1], rank, cache)
+        Driver(
+            self._executors,
+            calls,
+            num_threads=num_threads,
+            timeout_s=self._timeout_s,
+            dead_peers=frozenset if self._group is None else self._group.dead_peers,
+        ).run()
+        for executor in self._executors:
+            executor.stats.calls += 1
+
+    def _fail(self, error: BaseException, epoch: int) -> None:
+        self._failure = error
+        for executor in self._executors:
+            executor.stats.timeouts += isinstance(error, MegaMoETimeoutError)
+            if not isinstance(error, RankFailedError):  # the rank that failed has told everybody
+                executor.abort(epoch)
+
+    def warmup(self) -> float:
+        """COLLECTIVE. Find out how the BLAS treats this layer's shapes; returns the seconds it took."""
+        self.require_open()
+        began = time.perf_counter()
+        hidden, inter = self._plan.problem.hidden_size, self._plan.problem.intermediate_size
+        heights_agree(2 * inter, hidden)
+        heights_agree(hidden, inter)
+        return time.perf_counter() - began
+
+    def check(self) -> None:
+        """Raise what the last call raised, if it failed."""
+        self.require_open()
+        if self._failure is not None:
+            raise self._failure
+
+    def reset(self) -> None:
+        """COLLECTIVE. Make the session usable again after a failed call.
+
+        Raises:
+            MegaMoETimeoutError, RankFailedError: a rank did not come, or is dead; open a new session without it.
+        """
+        self.require_open()
+        if self._group is not None:
+            # Ranks may have failed in different calls, but none is inside one any more once all have come.
+            counts = self._group.all_gather(
+                self._num_calls.to_bytes(8, "little"), timeout_s=self._timeout_s, phase="reset"
+            )
+            self._num_calls = max(int.from_bytes(count, "little") for count in counts)
+        self._ready_flags()
+        self._failure = None
+
+    def _ready_flags(self) -> None:
+        for executor in self._executors:
+            executor.reset(next_epoch(self._plan.config.first_epoch, self._num_calls))
+        if self._group is not None:
+            self._group.barrier(timeout_s=self._timeout_s, phase="reset")
+
+    # -- what the last calls left --------------------------------------------------------------------------------
+
+    def receive_counts(self) -> Any:
+        """See `Session.receive_counts`."""
+        return self._result([torch.tensor(rank.counts, dtype=torch.int32).sum(0).int() for rank in self._executors])
+
+    def stats(self) -> Any:
+        """See `Session.stats`. Seconds are summed over threads; bytes are those that the stage stored or handed on."""
+        return self._result([executor.stats for executor in self._executors])
+
+    def keep_taps(self, keep: bool = True) -> None:
+        """From the next call on, keep what stands between the stages (for tests: it takes memory)."""
+        for executor in self._executors:
+            executor.keep_taps = keep
+
+    def taps(self) -> Any:
+        """`StageTaps` of the last call, None for a rank that received no rows; a list with virtual ranks.
+
+        Raises:
+            SessionError: they were not kept.
+        """
+        if not self._executors[0].keep_taps:
+            raise SessionError("no taps were kept", hint="call session.keep_taps() before forward")
+        taps: list[StageTaps | None] = [executor.stage_taps() for executor in self._executors]
+        return self._result(taps)
+
+    def _result(self, per_rank: Sequence[Any]) -> Any:
+        return list(per_rank) if self._virtual else per_rank[0]
+
+    def close(self) -> None:
+        """COLLECTIVE, but waits for nobody: peers that are still in their last call keep the memory that they use."""
+        if self.closed:
+            return
+        self.closed = True
+        self._executors = ()
+        if self._group is not None and self._owns_group:
+            self._group.close()
+
+
+def open_session(plan: ReferencePlan, group: object, *, timeout_s: float, workspace: Tensor | None) -> ReferenceSession:
+    """COLLECTIVE. See `ReferenceBackend.open`."""
+    size = plan.problem.ep_size
+    if group is None and size > 1:
+        raise ConfigError(
+            "a plan for several ranks needs a group", got="None", expected=f"{size} ranks", hint="or VirtualRanks()"
+        )
+    if group is None or isinstance(group, VirtualRanks):
+        return _open_alone(plan, virtual=group is not None, timeout_s=timeout_s, workspace=workspace)
+    if workspace is not None:
+        raise ConfigError("with a group the reference allocates its shared memory itself", got="workspace=")
+    if isinstance(group, Group):
+        return _open_ranked(plan, group, owns_group=False, timeout_s=timeout_s)
+    if isinstance(group, dist.ProcessGroup):
+        _check_size(dist.get_world_size(group), size)
+        shm = connect_process_group(group, timeout_s=timeout_s)
+        return _open_ranked(plan, shm, owns_group=True, timeout_s=timeout_s)
+    raise ConfigError(
+        "group does not join ranks",
+        got=type(group).__name__,
+        expected="a torch.distributed.ProcessGroup, a megamoe.symm.Group, VirtualRanks() or None",
+    )
+
+
+def _check_size(got: int, ep_size: int) -> None:
+    if got != ep_size:
+        raise ConfigError("the group does not have the plan's ranks", got=got, expected=f"ep_size = {ep_size}")
+
+
+def _open_alone(plan: ReferencePlan, *, virtual: bool, timeout_s: float, workspace: Tensor | None) -> ReferenceSession:
+    """All ranks in this process."""
+    layout, size = plan.workspace, plan.problem.ep_size
+    if workspace is not None:
+        if virtual:
+            raise ConfigError("virtual ranks allocate their own memory", got="workspace=", expected="None")
+        layout.check_size(workspace.nbytes)
+        spaces = [workspace.detach().view(torch.uint8).flatten()[: layout.num_bytes].zero_()]
+    else:
+        spaces = [_allocate(layout.num_bytes) for _ in range(size)]
+    split = layout.symmetric_bytes
+    memories = tuple(RankMemory(layout, space[:split], space[split:]) for space in spaces)
+    executors = [RankExecutor(plan.problem, plan.shape, rank, memories) for rank in range(size)]
+    session = ReferenceSession(plan, executors, None, virtual=virtual, owns_group=False, timeout_s=timeout_s)
+    session._ready_flags()
+    return session
+
+
+def _open_ranked(plan: ReferencePlan, group: Group, *, owns_group: bool, timeout_s: float) -> ReferenceSession:
+    """One rank of a group."""
+    _check_size(group.size, plan.problem.ep_size)
+    layout = plan.workspace
+    digest = hashlib.sha256(repr(plan).encode()).digest()
+    try:
+        local, failure = _allocate(layout.local_bytes), ""
+    except WorkspaceError as error:
+        local, failure = torch.empty(0), str(error)
+    reports = group.all_gather(digest + failure.encode(), timeout_s=timeout_s, phase="open")
+    for rank, report in enumerate(reports):
+        if report[: len(digest)] != digest:
+            raise ConfigError(
+                f"rank {rank} opens another plan than rank {group.rank}", hint="compare str(plan) of the two"
+            )
+        if len(report) > len(digest):
+            raise WorkspaceError(f"rank {rank}: {report[len(digest) :].decode()}")
+    buffer = group.allocate(layout.symmetric_bytes, timeout_s=timeout_s)
+    memories = tuple(
+        RankMemory(layout, symmetric, local if rank == group.rank else None)
+        for rank, symmetric in enumerate(buffer.ranks)
+    )
+    executor = RankExecutor(plan.problem, plan.shape, group.rank, memories)
+    session = ReferenceSession(plan, [executor], group, virtual=False, owns_group=owns_group, timeout_s=timeout_s)
+    session._ready_flags()
+    return session
+
+
+def _allocate(num_bytes: int) -> Tensor:
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's allocator
+        raise WorkspaceError(
+            f"can't allocate {num_bytes} bytes: {str(error).splitlines()[0]}", hint="plan a smaller capacity"
+        ) from None
