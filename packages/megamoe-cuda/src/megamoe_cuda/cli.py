@@ -1,0 +1,108 @@
+"""`megamoe-cuda`: compile kernels ahead of time, and carry them to other machines. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megamoe import env
+from megamoe.errors import MegaMoEError
+from megamoe.problem import MoEProblem
+from megamoe.schedule.device_spec import H200
+from megamoe_cuda.aot import Build, builds, complaints, standard_builds
+from megamoe_cuda.jit.cache import KernelCache
+from megamoe_cuda.jit.compiler import CompiledKernel
+from megamoe_cuda.jit.store import load_or_compile
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+cache_app = typer.Typer(no_args_is_help=True, help="Compiled kernels on disk: $MEGAMOE_CACHE_DIR, or ~/.cache/megamoe.")
+app.add_typer(cache_app, name="cache")
+
+
+@app.command("compile")
+def compile_command(
+    hidden_size: Annotated[int | None, typer.Option(help="H; without it, the standard list is compiled")] = None,
+    intermediate_size: Annotated[int, typer.Option(help="I")] = 2048,
+    num_experts: Annotated[int, typer.Option(help="global physical experts")] = 256,
+    top_k: Annotated[int, typer.Option(help="picks per token")] = 8,
+    num_max_tokens_per_rank: Annotated[int, typer.Option(help="capacity")] = 8192,
+    ep_size: Annotated[int, typer.Option(help="ranks")] = 8,
+    transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32")] = "bf16",
+    activation: Annotated[str, typer.Option(help="swiglu or swiglu_oai")] = "swiglu",
+    swiglu_limit: Annotated[float | None, typer.Option(help="clamp of the activation's inputs")] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="all ranks on one GPU")] = False,
+    num_sms: Annotated[int, typer.Option(help="SMs that the kernel takes")] = H200.num_sms,
+    config: Annotated[str | None, typer.Option(help="pin a configuration by name")] = None,
+) -> None:
+    """Compile kernels into the cache and report what they take; exit 1 where one is over its budget."""
+    if hidden_size is None:
+        wanted: Iterable[Build] = standard_builds()
+    else:
+        problem = MoEProblem(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            ep_size=ep_size,
+            transport=transport,
+            activation=activation,
+            swiglu_limit=swiglu_limit,
+        )
+        wanted = builds(problem, config=config, virtual=virtual, num_sms=num_sms)
+    over_budget = [name for name, found in map(_compile_and_report, wanted) if found]
+    if over_budget:
+        typer.echo(f"{len(over_budget)} kernels are over their budget")
+        raise typer.Exit(1)
+
+
+def _compile_and_report(build: Build) -> tuple[str, list[str]]:
+    kernel = load_or_compile(build.kernel)
+    found = complaints(kernel)
+    typer.echo(f"{'BAD ' if found else 'ok  '} {build.name}: {_costs(kernel)}")
+    for line in found:
+        typer.echo(f"       {line}")
+    return build.name, found
+
+
+def _costs(kernel: CompiledKernel) -> str:
+    return (
+        f"{kernel.registers} registers, {kernel.spill_bytes} B spilled, {kernel.stack_bytes} B stack, "
+        f"{kernel.dynamic_smem_bytes} B shared memory, {len(kernel.cubin)} B code, {len(kernel.warnings)} warnings"
+    )
+
+
+@cache_app.command("info")
+def cache_info() -> None:
+    """List the entries that are whole."""
+    cache = KernelCache(env.cache_dir())
+    count = 0
+    for key, entry in cache.entries():
+        count += 1
+        typer.echo(f"{key[:16]} {len(entry.code):>9} B  {entry.info['config']}")
+    typer.echo(f"{count} kernels in {cache.directory}")
+
+
+@cache_app.command("export")
+def cache_export(bundle: Annotated[Path, typer.Argument(help="file to write")]) -> None:
+    """Write all kernels to one file."""
+    count = KernelCache(env.cache_dir()).export_bundle(bundle)
+    typer.echo(f"{count} kernels written to {bundle}")
+
+
+@cache_app.command("import")
+def cache_import(bundle: Annotated[Path, typer.Argument(help="file of `cache export`")]) -> None:
+    """Check a bundle and add its kernels."""
+    cache = KernelCache(env.cache_dir())
+    typer.echo(f"{cache.import_bundle(bundle)} kernels added to {cache.directory}")
+
+
+def main() -> None:
+    """Entry point: a typed error is one line, not a traceback."""
+    try:
+        app()
+    except MegaMoEError as error:
+        raise SystemExit(f"megamoe-cuda: {error}") from None

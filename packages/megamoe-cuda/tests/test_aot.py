@@ -1,0 +1,106 @@
+"""Compiling ahead of time: the list of kernels, the budget, and the command with the real compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megamoe.problem import Activation, MoEProblem, Transport
+from megamoe_cuda.aot import MAX_REGISTERS, builds, complaints, standard_builds
+from megamoe_cuda.cli import app
+from megamoe_cuda.heuristics import TILES
+from megamoe_cuda.jit.compiler import CompiledKernel
+from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES
+
+SMALL = MoEProblem(
+    hidden_size=512, intermediate_size=256, num_experts=8, top_k=2, num_max_tokens_per_rank=64, ep_size=2
+)
+GOOD = CompiledKernel(
+    config=next(builds(SMALL)).kernel,
+    cubin=b"code",
+    registers=MAX_REGISTERS,
+    spill_bytes=0,
+    stack_bytes=0,
+    dynamic_smem_bytes=MAX_DYNAMIC_BYTES,
+    warnings=(),
+)
+
+
+def test_ci_compiles_every_tile_with_every_transport_and_activation() -> None:
+    seen = {(b.kernel.tile.name, b.problem.transport, b.problem.activation) for b in standard_builds()}
+    assert seen == {(tile, transport, act) for tile in TILES for transport in Transport for act in Activation}
+    assert {b.kernel.num_virtual_ranks for b in standard_builds()} == {1, 8}
+
+
+def test_no_kernel_is_listed_twice() -> None:
+    kernels = [build.kernel for build in standard_builds()]
+    assert len(set(kernels)) == len(kernels)
+
+
+def test_virtual_ranks_share_the_sms() -> None:
+    shares = {
+        (b.kernel.num_virtual_ranks, b.kernel.ctas_per_rank) for b in builds(replace(SMALL, ep_size=8), virtual=True)
+    }
+    assert shares == {(8, 132 // 8)}
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"spill_bytes": 4}, "spills 4 bytes"),
+        ({"registers": MAX_REGISTERS + 1}, "registers"),
+        ({"dynamic_smem_bytes": MAX_DYNAMIC_BYTES + 1}, "shared memory"),
+        ({"warnings": ("ptxas warning : (C7510) wgmma.mma_async instructions are serialized",)}, "serialized"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_excess_is_a_complaint(change: dict[str, object], says: str) -> None:
+    assert complaints(GOOD) == []
+    (complaint,) = complaints(replace(GOOD, **change))
+    assert says in complaint
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def compile_small(*options: str) -> list[str]:
+    sizes = {"hidden-size": 512, "intermediate-size": 256, "num-experts": 8, "top-k": 2, "ep-size": 2}
+    arguments = [f"--{name}={value}" for name, value in sizes.items()]
+    result = CliRunner().invoke(app, ["compile", *arguments, "--num-max-tokens-per-rank=64", *options])
+    assert result.exit_code in (0, 1), result.output
+    return result.output.splitlines()
+
+
+def test_compiled_kernels_travel_to_a_machine_without_the_compiler_run(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.core", reason="needs the extra compile-cu12 or compile-cu13")
+    first = compile_small()
+    files = sorted(cache_dir.iterdir())
+    assert len(files) == 1
+    written = files[0].stat().st_mtime_ns
+    assert compile_small() == first
+    assert files[0].stat().st_mtime_ns == written, "the cached kernel was compiled again"
+    bundle = tmp_path / "bundle.zip"
+    assert CliRunner().invoke(app, ["cache", "export", str(bundle)]).exit_code == 0
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert "1 kernels added" in CliRunner().invoke(app, ["cache", "import", str(bundle)]).output
+    listing = CliRunner().invoke(app, ["cache", "info"]).output
+    assert "hidden_size=512" in listing
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [files[0].name]
+
+
+def test_every_option_reaches_the_kernel(cache_dir: Path) -> None:
+    pytest.importorskip("cuda.core", reason="needs the extra compile-cu12 or compile-cu13")
+    compile_small()
+    compile_small("--transport=fp8_blockwise_1x32")
+    compile_small("--activation=swiglu_oai", "--swiglu-limit=7")
+    compile_small("--virtual")
+    compile_small("--config=m128")
+    assert len(list(cache_dir.iterdir())) == 5
