@@ -1,0 +1,167 @@
+"""How close is close enough, and why.
+
+Two yardsticks, both from docs/numerics.md:
+
+* the *oracle* multiplies dequantised weights with unquantised activations in FP32. What separates a correct backend
+  from it is quantisation noise, which the mode fixes; the gates are set a little above that noise and say only that the
+  right thing is computed at the right precision.
+* the *staged reference* rounds where the mode rounds. What separates a correct backend from it is the order of FP32
+  additions, which now and then flips the last step of a code; the bounds are tight enough to show a misplaced scale.
+
+Measures are taken in FP64 over all elements; a row measure keeps one wrong row from drowning in a thousand right ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.problem import QuantMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleGate:
+    """Largest distance from the oracle, on Gaussian activations.
+
+    Args:
+        rel_l2: ||got - oracle|| / ||oracle|| over the whole output.
+        row_rel_l2: the same for the worst row. A row holds fewer samples of the noise than the output: it gets twice.
+        calc_diff: 1 - 2 (x·y) / (x·x + y·y), DeepGEMM's measure; None where no gate is agreed on.
+    """
+
+    rel_l2: float
+    row_rel_l2: float
+    calc_diff: float | None = None
+
+
+# docs/numerics.md. FP8 and FP4 noise: e4m3 keeps 3 mantissa bits, relL2 about 0.026 a rounding; A1 and A2 are both
+# rounded, so about 0.037 for a8w8. e2m1 keeps one bit, about 0.13 to 0.16 a rounding: 0.226 for a correct a4w4.
+ORACLE_GATES = {
+    QuantMode.BF16: OracleGate(rel_l2=0.01, row_rel_l2=0.02),
+    QuantMode.A8W8: OracleGate(rel_l2=0.06, row_rel_l2=0.12, calc_diff=0.002),
+    QuantMode.A8W4: OracleGate(rel_l2=0.06, row_rel_l2=0.12),
+    QuantMode.A4W4: OracleGate(rel_l2=0.25, row_rel_l2=0.50),
+}
+# The FP8 transport rounds each weighted row once more, to e4m3: 0.026, added to bf16's own gate in quadrature and
+# inside the others' gates already.
+BF16_OVER_FP8_TRANSPORT = OracleGate(rel_l2=0.04, row_rel_l2=0.08)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedBounds:
+    """Largest distance from the staged reference.
+
+    Args:
+        gate_up_rel_l2: GEMM1 accumulators.
+        scale_rel: relative distance of a floating-point A2 scale.
+        scale_steps: distance of an E8M0 A2 scale in powers of two.
+        code_steps: distance of an A2 code in steps of its format.
+        code_fraction: fraction of A2 codes, and of E8M0 scales, that may differ at all.
+        contribution_rel_l2: weighted GEMM2 rows before the transport.
+        y_rel_l2: the output.
+        y_row_rel_l2: the worst output row.
+    """
+
+    gate_up_rel_l2: float
+    scale_rel: float
+    scale_steps: int
+    code_steps: int
+    code_fraction: float
+    contribution_rel_l2: float
+    y_rel_l2: float
+    y_row_rel_l2: float
+
+
+# a8w8: docs/numerics.md; Hopper's FP8 accumulator keeps 13 to 14 bits between promotions, so gate_up may be 5e-4 off
+# and codes near a rounding boundary flip. A wrong scale granularity gives 0.021 and must stay outside.
+# a8w4 and a4w4 may flip an E8M0 scale whose amax sits on a power of two: then all 32 codes move by up to a binade,
+# which is 8 steps of e4m3 and 2 of e2m1.
+# bf16 has no scales; a flipped code is one BF16 step, 2^-8 of the value.
+STAGED_BOUNDS = {
+    QuantMode.BF16: StagedBounds(
+        gate_up_rel_l2=5e-5, scale_rel=0.0, scale_steps=0, code_steps=1, code_fraction=0.02,
+        contribution_rel_l2=1e-3, y_rel_l2=2e-3, y_row_rel_l2=4e-3,
+    ),
+    QuantMode.A8W8: StagedBounds(
+        gate_up_rel_l2=5e-4, scale_rel=1e-3, scale_steps=0, code_steps=1, code_fraction=0.01,
+        contribution_rel_l2=0.01, y_rel_l2=0.01, y_row_rel_l2=0.03,
+    ),
+    QuantMode.A8W4: StagedBounds(
+        gate_up_rel_l2=5e-4, scale_rel=1e-3, scale_steps=1, code_steps=8, code_fraction=0.01,
+        contribution_rel_l2=0.01, y_rel_l2=0.01, y_row_rel_l2=0.03,
+    ),
+    QuantMode.A4W4: StagedBounds(
+        gate_up_rel_l2=5e-4, scale_rel=0.0, scale_steps=1, code_steps=2, code_fraction=0.01,
+        contribution_rel_l2=0.02, y_rel_l2=0.02, y_row_rel_l2=0.06,
+    ),
+}  # fmt: skip
+
+
+def rel_l2(got: Tensor, expected: Tensor) -> float:
+    """||got - expected|| / ||expected||; 0 for two empty or all-zero tensors, inf for a NaN that is not expected."""
+    difference = (got.double() - expected.double()).norm().item()
+    norm = expected.double().norm().item()
+    if difference != difference:
+        return float("inf")
+    return difference / norm if norm > 0 else (0.0 if difference == 0 else float("inf"))
+
+
+def row_rel_l2(got: Tensor, expected: Tensor) -> Tensor:
+    """relL2 of each row, `[rows]` FP64.
+
+    A row that nearly cancels out (two picks of one expert with opposite weights) has noise of its terms' size, not of
+    its own: it is measured against a quarter of the root mean square row norm instead.
+    """
+    if expected.numel() == 0:
+        return torch.zeros(expected.shape[0], dtype=torch.float64, device=expected.device)
+    difference = (got.double() - expected.double()).norm(dim=-1)
+    norms = expected.double().norm(dim=-1)
+    floor = 0.25 * norms.square().mean().sqrt()
+    measured = difference / norms.clamp(min=floor.item() or 1.0)
+    return torch.where(measured.isnan(), torch.inf, measured)
+
+
+def calc_diff(got: Tensor, expected: Tensor) -> float:
+    """1 - 2 (x·y) / (x·x + y·y): 0 for equal tensors, also for two all-zero ones."""
+    x, y = got.double(), expected.double()
+    denominator = (x.square() + y.square()).sum().item()
+    return 1 - 2 * (x * y).sum().item() / denominator if denominator else 0.0
+
+
+def ordered_codes(payload: Tensor) -> Tensor:
+    """Codes of a floating-point payload as integers in the order of their values: neighbours are one step apart.
+
+    Args:
+        payload: BF16 or e4m3fn values, or uint8 with two e2m1 codes a byte, the even element in the low nibble.
+
+    Returns:
+        int32; +0 and -0 are both 0.
+
+    Raises:
+        TypeError: another dtype.
+    """
+    if payload.dtype == torch.uint8:
+        codes = torch.stack((payload & 0xF, payload >> 4), dim=-1).flatten(-2).int()
+        magnitude_mask = 0x7
+    elif payload.dtype == torch.float8_e4m3fn:
+        codes, magnitude_mask = payload.view(torch.uint8).int(), 0x7F
+    elif payload.dtype == torch.bfloat16:
+        codes, magnitude_mask = payload.view(torch.int16).int() & 0xFFFF, 0x7FFF
+    else:
+        raise TypeError(f"no ordered codes for {payload.dtype}")
+    magnitude = codes & magnitude_mask
+    return torch.where(codes > magnitude_mask, -magnitude, magnitude)
+
+
+def code_distance(got: Tensor, expected: Tensor) -> Tensor:
+    """Steps between two payloads of one format, element by element, int32."""
+    return (ordered_codes(got) - ordered_codes(expected)).abs()
+
+
+def same_bits(got: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal byte for byte: NaN equals the same NaN, +0 differs from -0."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    return torch.equal(got.contiguous().view(torch.uint8), expected.to(got.device).contiguous().view(torch.uint8))
