@@ -1,0 +1,150 @@
+"""`megamoe plan`: bytes, tiles and limits of a problem, on any machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from megamoe.backend import Plan
+from megamoe.checkpoint import TensorFiles, find_layer
+from megamoe.cli.console import bytes_text, command, out, say
+from megamoe.cli.run import make_problem
+from megamoe.errors import BackendUnavailableError, ConfigError, NoBackendError
+from megamoe.problem import Activation, MoEProblem, Transport
+from megamoe.registry import candidates, load
+
+
+@command
+def plan(
+    backend: Annotated[
+        list[str] | None, typer.Option(help="May be given several times; default: all that are installed.")
+    ] = None,
+    checkpoint: Annotated[
+        list[Path] | None, typer.Option(help="Take the sizes from a checkpoint's layer instead of options.")
+    ] = None,
+    layer: Annotated[int, typer.Option(help="Which layer of the checkpoint.", min=0)] = 0,
+    hidden: Annotated[int | None, typer.Option(help="H, elements of a token.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="I, elements after the activation.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts of the layer.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts per token.")] = None,
+    tokens: Annotated[int, typer.Option(help="Capacity: most tokens per rank in a call.")] = 8192,
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 8,
+    mode: Annotated[str | None, typer.Option(help="bf16, a8w8, a8w4 or a4w4. [a8w8, or as stored]")] = None,
+    transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32.")] = Transport.BF16.value,
+    activation: Annotated[str, typer.Option(help="swiglu or swiglu_oai.")] = Activation.SWIGLU.value,
+    swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of the activation's inputs.")] = None,
+    expert_bias: Annotated[bool, typer.Option(help="Experts have biases.")] = False,
+    act_format: Annotated[str | None, typer.Option(help="Of a8w4: mxfp8 or fp8_1x128.")] = None,
+    config: Annotated[str | None, typer.Option(help="A configuration of the backend, by name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a session would allocate and how it would run. Needs no GPU and allocates nothing."""
+    if checkpoint:
+        found = find_layer(TensorFiles.find(checkpoint), layer)
+        problem = make_problem(
+            found,
+            ep_size=ep,
+            quant=mode,
+            transport=transport,
+            act_format=act_format,
+            top_k=top_k,
+            num_max_tokens=tokens,
+        )
+    else:
+        sizes = {"--hidden": hidden, "--intermediate": intermediate, "--experts": experts, "--top-k": top_k}
+        missing = [name for name, value in sizes.items() if value is None]
+        if missing or hidden is None or intermediate is None or experts is None or top_k is None:
+            raise ConfigError("sizes are missing", hint=f"give {', '.join(missing)}, or --checkpoint")
+        problem = MoEProblem(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_experts=experts,
+            top_k=top_k,
+            num_max_tokens_per_rank=tokens,
+            ep_size=ep,
+            quant=mode or "a8w8",
+            transport=transport,
+            activation=activation,
+            swiglu_limit=swiglu_limit,
+            expert_bias=expert_bias,
+            act_format=act_format,
+        )
+    plans, refusals = make_plans(problem, backend, config)
+    if as_json:
+        out.print_json(json.dumps({"plans": [_as_json(each) for each in plans], "refusals": refusals}))
+    else:
+        for each in plans:
+            _print(each)
+        for name, why in refusals.items():
+            say(f"[bold]{name}[/] can't run this: {escape(why)}")
+    if not plans:
+        raise NoBackendError("no backend can run this problem", got=refusals)
+
+
+def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None) -> tuple[list[Plan], dict[str, str]]:
+    """Plans of the backends that support `problem`, and what the others say."""
+    plans, refusals = [], {}
+    for name in names or [candidate.name for candidate in candidates() if candidate.backend is not None]:
+        candidate = load(name)
+        if candidate.backend is None:
+            verdict = candidate.verdict
+            raise BackendUnavailableError(f"backend {name} can't be asked ({verdict.reason}): {verdict.detail}")
+        verdict = candidate.backend.supports(problem)
+        if verdict.ok:
+            plans.append(candidate.backend.plan(problem, config=config))
+        else:
+            refusals[name] = f"{verdict.reason}: {verdict.detail}"
+    return plans, refusals
+
+
+def _print(plan: Plan) -> None:
+    say(f"[bold]{plan.backend}[/] on {plan.device.name}, configuration {plan.config.name}")
+    settings = Table("setting", "value", title="configuration", title_justify="left")
+    for name, value in _settings(plan).items():
+        settings.add_row(name, escape(str(value)))
+    out.print(settings)
+    table = Table("array", "section", "shape", "bytes", title="workspace of a rank", title_justify="left")
+    table.columns[-1].justify = "right"
+    for name, section, shape, num_bytes in plan.workspace.breakdown():
+        table.add_row(name, section, shape, bytes_text(num_bytes))
+    table.add_section()
+    table.add_row("symmetric", "", "", bytes_text(plan.workspace.symmetric_bytes))
+    table.add_row("local", "", "", bytes_text(plan.workspace.local_bytes))
+    table.add_row("total", "", "", bytes_text(plan.bytes))
+    out.print(table)
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """Fields of the backend's own configuration: tiles, depths."""
+    return {name: value for name, value in asdict(plan.config).items() if name != "name"}
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "backend": plan.backend,
+        "device": plan.device.name,
+        "config": {name: _plain(value) for name, value in asdict(plan.config).items()},
+        "problem": {name: _plain(value) for name, value in vars(plan.problem).items()},
+        "bytes": plan.bytes,
+        "symmetric_bytes": plan.workspace.symmetric_bytes,
+        "local_bytes": plan.workspace.local_bytes,
+        "workspace": [
+            {"array": name, "section": section, "shape": shape, "bytes": num_bytes}
+            for name, section, shape, num_bytes in plan.workspace.breakdown()
+        ],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float | None) else str(value)
