@@ -122,6 +122,12 @@ def max_pool_blocks(
     return num_local_experts - 1 + ceil_div(num_rows - (num_local_experts - 1), block_m)
 
 
+def balanced_blocks(*, num_max_tokens_per_rank: int, top_k: int, num_local_experts: int, block_m: int) -> int:
+    """Blocks of an owner in a full call with balanced routing: as many rows as the rank sends, evenly over experts."""
+    rows_per_expert = ceil_div(num_max_tokens_per_rank * top_k, num_local_experts)
+    return num_local_experts * ceil_div(rows_per_expert, block_m)
+
+
 def _cut(segments: Sequence[Segment], first_row: int, num_rows: int) -> tuple[Segment, ...]:
     """Rows `first_row .. first_row + num_rows - 1` of the concatenated segments."""
     end_row = first_row + num_rows

@@ -205,8 +205,8 @@ def plan_workspace(
     if not rings:
         raise ConfigError("a workspace needs at least one ring")
     ring_rows = max(ring.num_rows for ring in rings)
-    # One copy: route totals, then protocol.PARITY_FLAGS in their order.
-    num_counters = ep_size * num_local_experts + 3 * max(ring.max_blocks for ring in rings) + num_ctas
+    # One copy: protocol.PARITY_FLAGS in their order, then route totals, which are cleared with them.
+    num_counters = 3 * max(ring.max_blocks for ring in rings) + num_ctas + ep_size * num_local_experts
     capacity = num_max_tokens_per_rank
     layout = _Builder()
 
