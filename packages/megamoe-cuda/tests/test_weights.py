@@ -77,6 +77,14 @@ def test_an_expert_moves_in_place_by_copying_its_slot() -> None:
         assert prepared.tensors[name].data_ptr() == addresses[name]
 
 
+def test_moved_experts_do_not_reach_the_checkpoint() -> None:
+    experts = make_experts(bias=True)
+    before = {name: raw(tensor).clone() for name, tensor in experts.tensors()}
+    for tensor in expert_tensors(prepare(experts, PROBLEM, CPU)).values():
+        raw(tensor).zero_()
+    assert all(torch.equal(raw(tensor), before[name]) for name, tensor in experts.tensors())
+
+
 def test_alternating_rows_with_block_scales_are_refused() -> None:
     """Silently read as packed, they would mix gates and ups; the scales can't be split without requantising."""
     with pytest.raises(LayoutError, match=r"ALTERNATING\.invert"):

@@ -46,6 +46,7 @@ IMPLEMENTED = frozenset(
         Capability.VIRTUAL_RANKS,
         Capability.BATCH_INVARIANT,
         Capability.GRAPH_CAPTURE,
+        Capability.STAGE_TAPS,
     }
 )
 """What the kernel is written to do."""
@@ -134,14 +135,24 @@ class CudaBackend(Backend):
         device = agree(ranks, "look at the machine", lambda: _require_machine(plan, size, ranks), timeout_s=timeout_s)
         if ranks is not None:
             _require_paths(ranks, plan, device, timeout_s)
-        driven = range(size) if ranks is None else range(ranks.rank, ranks.rank + 1)
-        memory = _allocate(ranks, plan, device, workspace, timeout_s)
+        virtual = isinstance(group, VirtualRanks)
 
         def make() -> CudaSession:
-            return CudaSession(plan, group=ranks, driven=driven, memory=memory, device=device, timeout_s=timeout_s)
+            return CudaSession(
+                plan,
+                group=ranks,
+                virtual=virtual,
+                device=device,
+                timeout_s=timeout_s,
+                allocate=lambda num_bytes: _allocate(ranks, size, num_bytes, device, workspace, timeout_s),
+            )
 
+        if workspace is not None and ranks is not None:
+            raise ConfigError(
+                "a workspace that peers share can't be handed in", hint="leave workspace=None; plan.bytes says its size"
+            )
         session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
-        session.start_epochs(0)
+        session.start()
         return session
 
 
@@ -240,24 +251,24 @@ def _can_access(device: torch.device, gpu: str) -> bool | None:
 
 
 def _allocate(
-    ranks: Group | None, plan: Plan, device: torch.device, workspace: Tensor | None, timeout_s: float
+    ranks: Group | None,
+    size: int,
+    num_bytes: int,
+    device: torch.device,
+    workspace: Tensor | None,
+    timeout_s: float,
 ) -> Memory:
-    """COLLECTIVE. Workspaces of all ranks."""
+    """COLLECTIVE. Workspaces of all ranks, `num_bytes` each."""
     if ranks is None:
-        return _allocate_here(plan, device, workspace)
-    if workspace is not None:
-        raise ConfigError(
-            "a workspace that peers share can't be handed in", hint="leave workspace=None; plan.bytes says its size"
-        )
-    buffer = ranks.allocate(plan.bytes, timeout_s=timeout_s)
+        return _allocate_here(size, num_bytes, device, workspace)
+    buffer = ranks.allocate(num_bytes, timeout_s=timeout_s)
     if isinstance(ranks, symm_nvshmem.NvshmemGroup):
         return Memory(ranks=buffer.ranks, release=lambda: ranks.free(buffer))
     return Memory(ranks=buffer.ranks, release=lambda: None)
 
 
-def _allocate_here(plan: Plan, device: torch.device, workspace: Tensor | None) -> Memory:
+def _allocate_here(size: int, num_bytes: int, device: torch.device, workspace: Tensor | None) -> Memory:
     """Workspaces of ranks that are all in this process, in ordinary device memory."""
-    size, num_bytes = plan.problem.ep_size, plan.bytes
     if workspace is None:
         try:
             workspace = torch.empty(size * num_bytes, dtype=torch.uint8, device=device)

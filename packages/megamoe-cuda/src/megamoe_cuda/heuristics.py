@@ -7,7 +7,7 @@ the same in every tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megamoe import backend
 from megamoe.errors import ConfigError
@@ -35,10 +35,17 @@ class SessionConfig(backend.KernelConfig):
         name: "auto", or the name of the one tile that is pinned.
         tiles: shapes and pipelines.
         rings: geometry of the block ring for each tile; all share one piece of memory.
+        tap_gemm1: whether kernels also store GEMM1's accumulators, for tests.
     """
 
     tiles: tuple[TileConfig, ...]
     rings: tuple[Ring, ...]
+    tap_gemm1: bool = False
+
+    def tapped(self) -> SessionConfig:
+        """The same tiles, for a session that keeps what stands between the stages: no block overwrites another."""
+        rings = tuple(replace(ring, ring_blocks=max(ring.ring_blocks, ring.max_blocks)) for ring in self.rings)
+        return replace(self, rings=rings, tap_gemm1=True)
 
     def kernel(
         self, problem: MoEProblem, tile: TileConfig, *, num_virtual_ranks: int, ctas_per_rank: int
@@ -59,6 +66,7 @@ class SessionConfig(backend.KernelConfig):
             transport=Transport(problem.transport),
             activation=Activation(problem.activation),
             swiglu_limit=problem.swiglu_limit,
+            tap_gemm1=self.tap_gemm1,
         )
 
     def tile_for(self, problem: MoEProblem, num_tokens: int) -> TileConfig:

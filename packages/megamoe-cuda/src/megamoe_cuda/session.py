@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import HiddenStates, Plan, Session, SessionStats, check_call
-from megamoe.errors import CaptureError, InputError, MegaMoETimeoutError, SessionError
+from megamoe.errors import CaptureError, InputError, MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.formats import Quantized
 from megamoe.symm import Group
 from megamoe.tensors import ExpertWeights, Fp8BlockWeights, PreparedWeights
@@ -31,7 +31,8 @@ from megamoe_cuda.heuristics import SessionConfig
 from megamoe_cuda.jit.store import load_or_compile
 from megamoe_cuda.kernel_config import BLOCK_K, KernelConfig, TileConfig
 from megamoe_cuda.launcher import TIMEOUT_RECORD, LoadedKernel, RankCall, read_timeout
-from megamoe_cuda.workspace_layout import initial_words
+from megamoe_cuda.taps import read_taps
+from megamoe_cuda.workspace_layout import initial_words, kernel_workspace
 
 logger = logging.getLogger("megamoe.cuda")
 
@@ -57,41 +58,58 @@ class CudaSession(Session):
     weight_layout: ClassVar[str] = kernel_weights.LAYOUT
 
     def __init__(
-        self, plan: Plan, *, group: Group | None, driven: range, memory: Memory, device: torch.device, timeout_s: float
+        self,
+        plan: Plan,
+        *,
+        group: Group | None,
+        virtual: bool,
+        device: torch.device,
+        timeout_s: float,
+        allocate: Callable[[int], Memory],
     ) -> None:
-        """Local; `start_epochs` makes the session ready for calls.
+        """Local; `start` makes the session ready for calls.
 
         Args:
             plan: a plan of `CudaBackend`.
             group: the other ranks; None where this process has all.
-            driven: ranks that this process runs: its own, or all with virtual ranks.
-            memory: workspaces.
+            virtual: whether one call drives all ranks and takes lists.
             device: the GPU.
             timeout_s: how long a wait for a peer may take.
+            allocate: COLLECTIVE; workspaces of that many bytes each.
         """
-        virtual = group is None and plan.problem.ep_size > 1
-        super().__init__(plan, None if virtual else driven.start)
+        rank = 0 if group is None else group.rank
+        super().__init__(plan, None if virtual else rank)
         assert isinstance(plan.config, SessionConfig)
         self._config = plan.config
+        self._layout = plan.workspace
         self._group = group
-        self._driven = driven
-        self._memory = memory
+        self._driven = range(plan.problem.ep_size) if virtual else range(rank, rank + 1)
         self._device = device
         self._timeout_s = timeout_s
+        self._allocate = allocate
+        self._memory = Memory(ranks=(), release=_nothing)
+        self._addresses: list[int] = []
         self._check_ids = env.debug()
         self._kernels: dict[TileConfig, LoadedKernel] = {}
+        self._last_tile = self._config.tiles[0]
         self._calls = 0
         self._timeouts = 0
         self._failure: MegaMoETimeoutError | None = None
-        self._addresses = [rank.data_ptr() for rank in memory.ranks]
         # The kernel writes here when a wait times out; pinned memory has one address for host and device.
-        self._records = torch.zeros(len(driven) * TIMEOUT_RECORD.size, dtype=torch.uint8, pin_memory=True)
-        self._happened = (ctypes.c_uint32 * (len(driven) * TIMEOUT_RECORD.size // 4)).from_address(
-            self._records.data_ptr()
-        )
+        self._records = torch.zeros(len(self._driven) * TIMEOUT_RECORD.size, dtype=torch.uint8, pin_memory=True)
+        words = ctypes.c_uint32 * (self._records.numel() // 4)
+        self._happened = words.from_address(self._records.data_ptr())
+        # Rows by driven rank and local expert, of the last call.
         self._received = torch.zeros(
-            len(driven), plan.problem.num_local_experts, dtype=torch.int32, device=device
-        )  # by rank and local expert, of the last call
+            len(self._driven), plan.problem.num_local_experts, dtype=torch.int32, device=device
+        )
+        self._gate_up: Tensor | None = None  # GEMM1's accumulators by driven rank, where taps are kept
+
+    def start(self) -> None:
+        """COLLECTIVE. Allocate the workspaces and make them ready for the first call."""
+        self._memory = self._allocate(self._layout.num_bytes)
+        self._addresses = [rank.data_ptr() for rank in self._memory.ranks]
+        self.start_epochs(0)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -127,7 +145,7 @@ class CudaSession(Session):
         ]
         prepared = [self._prepare_call(index, *values) for index, values in enumerate(zip(*arguments, strict=True))]
         kernel = self._kernel_for(max(call.num_rows for call in prepared))
-        with torch.cuda.nvtx.range("megamoe.forward"):
+        with torch.cuda.device(self._device), torch.cuda.nvtx.range("megamoe.forward"):
             kernel.launch(
                 workspaces=self._addresses,
                 first_rank=self._driven.start,
@@ -167,14 +185,12 @@ class CudaSession(Session):
         if self._check_ids and not torch.cuda.is_current_stream_capturing():
             _require_ids(topk_ids, problem.num_experts)
         payload, scales = _payload_and_scales(hidden_states)
-        inputs = [tensor.contiguous() for tensor in (payload, topk_ids, topk_weights)]
-        if scales is not None:
-            inputs.append(scales.contiguous())
-        for tensor in inputs:
-            if tensor.data_ptr() % INPUT_ALIGNMENT:
-                raise InputError(
-                    "an argument starts at an odd address", got=hex(tensor.data_ptr()), expected="a multiple of 16"
-                )
+        payload, topk_ids, topk_weights = payload.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+        scales = scales if scales is None else scales.contiguous()
+        if payload.data_ptr() % INPUT_ALIGNMENT:
+            raise InputError(
+                "hidden_states start at an odd address", got=hex(payload.data_ptr()), expected="a multiple of 16"
+            )
         if out is None:
             out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device=self._device)
         host_tokens, device_tokens = self._num_tokens(num_tokens, num_rows)
@@ -185,11 +201,11 @@ class CudaSession(Session):
             num_rows=num_rows,
             out=out,
             launch=RankCall(
-                hidden_states=inputs[0].data_ptr(),
-                hidden_scales=inputs[3].data_ptr() if scales is not None else 0,
-                topk_ids=inputs[1].data_ptr(),
+                hidden_states=payload.data_ptr(),
+                hidden_scales=0 if scales is None else scales.data_ptr(),
+                topk_ids=topk_ids.data_ptr(),
                 topk_ids_are_int64=topk_ids.dtype == torch.int64,
-                topk_weights=inputs[2].data_ptr(),
+                topk_weights=topk_weights.data_ptr(),
                 w13=tensors["w13_weight"].data_ptr(),
                 w13_scale=tensors["w13_weight_scale"].data_ptr(),
                 w2=tensors["w2_weight"].data_ptr(),
@@ -198,6 +214,7 @@ class CudaSession(Session):
                 num_tokens=host_tokens,
                 device_num_tokens=device_tokens,
                 expert_counts=self._received[index].data_ptr(),
+                gemm1_tap=0 if self._gate_up is None else self._gate_up[index].data_ptr(),
             ),
         )
 
@@ -229,6 +246,7 @@ class CudaSession(Session):
                     hint="call session.warmup() on every rank before the capture",
                 )
             kernel = self._kernels[tile] = self._load(tile)
+        self._last_tile = tile
         return kernel
 
     def _load(self, tile: TileConfig) -> LoadedKernel:
@@ -296,11 +314,10 @@ class CudaSession(Session):
 
     def start_epochs(self, epoch: int) -> None:
         """COLLECTIVE. Make `epoch` the number of the last call on every rank, with no flag raised since."""
-        layout = self.plan.workspace
         for rank in self._driven:
             words = self._memory.ranks[rank]
-            for name, value in initial_words(layout, epoch):
-                array = layout[name]
+            for name, value in initial_words(self._layout, epoch):
+                array = self._layout[name]
                 words[array.offset : array.offset + array.num_bytes].view(torch.int32).fill_(_as_int32(value))
         torch.cuda.synchronize(self._device)
         self._meet("reset: all flags are set")
@@ -320,7 +337,7 @@ class CudaSession(Session):
     def stats(self) -> Any:
         """`SessionStats`; synchronises."""
         self.require_open()
-        array = self.plan.workspace["dropped_ids"]
+        array = self._layout["dropped_ids"]
         stats = [
             SessionStats(
                 calls=self._calls,
@@ -331,17 +348,57 @@ class CudaSession(Session):
         ]
         return stats if self.ep_rank is None else stats[0]
 
+    # -- taps ---------------------------------------------------------------------------------------------------
+
+    def keep_taps(self) -> None:
+        """COLLECTIVE. From the next call on, keep what stands between the stages, for tests.
+
+        The session then runs kernels that also store GEMM1's accumulators, in a workspace whose ring holds every block
+        of the fullest call, so that no block overwrites another.
+        """
+        self._require_healthy()
+        self._give_back()
+        self._config = self._config.tapped()
+        self._layout = kernel_workspace(self._kernel_config(self._config.tiles[0]))
+        rows = max(ring.num_rows for ring in self._config.rings)
+        columns = 2 * self.plan.problem.intermediate_size
+        self._gate_up = torch.zeros(len(self._driven), rows, columns, device=self._device)
+        self.start()
+
+    def taps(self) -> Any:
+        """`StageTaps` of the last call, None for a rank that received no rows; a list with virtual ranks.
+
+        Raises:
+            SessionError: `keep_taps` was not called before it.
+        """
+        self.require_open()
+        if self._gate_up is None:
+            raise SessionError("this session keeps no taps", hint="call keep_taps() before forward()")
+        block_m = self._last_tile.block_m
+        taps = [
+            read_taps(self.plan.problem, self._layout, self._memory.ranks[rank], gate_up, counts, block_m)
+            for rank, gate_up, counts in zip(self._driven, self._gate_up, self._received.tolist(), strict=True)
+        ]
+        return taps if self.ep_rank is None else taps[0]
+
+    # -- end ----------------------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """COLLECTIVE. Give the workspace back, once every rank's calls have ended; calling it again does nothing."""
         if self.closed:
             return
         self.closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
         torch.cuda.synchronize(self._device)
+        for kernel in self._kernels.values():
+            kernel.unload()
         self._kernels.clear()
         try:
             self._meet("close")
-        except SessionError:
-            logger.warning("the group broke earlier; this rank gives its workspace back without waiting for the others")
+        except (SessionError, ProtocolError):
+            logger.warning("another rank is gone: this one gives its workspace back without waiting for it")
         self._memory.release()
         self._memory = Memory(ranks=(), release=_nothing)
 

@@ -28,7 +28,7 @@ LAYOUT = "sm90_interleaved_8_v1"
 
 
 def prepare(weights: Fp8BlockWeights, problem: MoEProblem, device: torch.device) -> PreparedWeights:
-    """Lay out one rank's checked a8w8 experts on `device`. w13 is copied; w2 only if it is elsewhere or not contiguous.
+    """Lay out one rank's checked a8w8 experts on `device`. All of it is copied.
 
     Raises:
         LayoutError: w13 alternates gate and up rows. One scale per 128 rows then covers 64 gates and 64 ups, and the
@@ -52,10 +52,11 @@ def prepare(weights: Fp8BlockWeights, problem: MoEProblem, device: torch.device)
 
 def _laid_out(weights: Fp8BlockWeights, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights.tensors():
-        on_device = tensor.to(device)
         if name in ("w13_weight", "w13_bias"):
-            on_device = INTERLEAVED_8.apply(on_device)
-        yield name, on_device.contiguous()
+            yield name, INTERLEAVED_8.apply(tensor.to(device)).contiguous()
+        else:
+            # A copy: experts may be moved in place, and that must not reach the checkpoint's tensors.
+            yield name, tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def restore(prepared: PreparedWeights) -> dict[str, Tensor]:
