@@ -5,8 +5,8 @@
       -> counts [E] int32
 
 A pick is token * K + slot. An id of -1 means "no expert": it makes no entry, so that nothing of that pick moves. An id
-outside [-1, E) makes no entry either; `out_of_range` finds those, to be counted. Duplicate ids in a row are two picks and
-two entries.
+outside [-1, E) makes no entry either; `out_of_range` finds those, to be counted. Duplicate ids in a row are two picks
+and two entries.
 
 Entries of one expert are sorted by pick here; their order never changes a result, since every row is computed alone and
 lands in its own (slot, token) place.
