@@ -8,11 +8,9 @@ from megamoe.errors import ConfigError
 from megamoe.schedule.model_check.faults import FAULT_SHAPE
 from megamoe.schedule.protocol import (
     FLAGS,
-    GRID_JOIN,
     PARITY_FLAGS,
     REGIONS,
     Call,
-    Join,
     Life,
     Scope,
     counter_flag,
@@ -20,7 +18,6 @@ from megamoe.schedule.protocol import (
     counter_words,
     flag_words,
     initial_value,
-    join_target,
     next_epoch,
     reached,
 )
@@ -58,20 +55,8 @@ def test_epochs_compare_by_signed_difference(epoch: int) -> None:
 @pytest.mark.parametrize("epoch", EDGE_EPOCHS)
 def test_initial_values_satisfy_no_first_wait(epoch: int) -> None:
     for flag in FLAGS:
-        first_target = {Life.EPOCH: epoch, Life.MONOTONE: join_target(epoch, FAULT_SHAPE), Life.PARITY: 1}[flag.life]
-        assert not reached(initial_value(flag, epoch, FAULT_SHAPE), first_target)
-
-
-@pytest.mark.parametrize("epoch", EDGE_EPOCHS)
-def test_a_join_needs_every_cta(epoch: int) -> None:
-    shape = replace(FAULT_SHAPE, num_ctas=132)
-    value = initial_value(GRID_JOIN, epoch, shape)
-    assert [reached((value + arrived) % 2**32, join_target(epoch, shape)) for arrived in (0, 131, 132)] == [
-        False,
-        False,
-        True,
-    ]
-    assert flag_words(GRID_JOIN, shape) == len(Join)
+        first_target = epoch if flag.life is Life.EPOCH else 1
+        assert not reached(initial_value(flag, epoch), first_target)
 
 
 def test_consecutive_epochs_use_different_copies() -> None:

@@ -134,7 +134,7 @@ class RankExecutor:
         self._base_epoch = next_epoch(first_epoch, -1)
         for flag in FLAGS:
             name = "counters" if flag.life is Life.PARITY else flag.name
-            self._memory.words(name)[:] = initial_value(flag, first_epoch, self.shape)
+            self._memory.words(name)[:] = initial_value(flag, first_epoch)
         self._memory.words("abort")[:] = self._base_epoch  # an epoch that fails no call
 
     def begin(self, call: Call, arguments: RankArguments, cache: MatrixCache) -> None:

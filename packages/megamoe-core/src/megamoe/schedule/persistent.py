@@ -64,7 +64,6 @@ from megamoe.schedule.protocol import (
     StageInput,
     Wait,
     counter_words,
-    join_target,
 )
 from megamoe.schedule.tiles import Block, Counts, plan_blocks, share
 
@@ -159,10 +158,12 @@ def _route(shape: ProtocolShape, call: Call, cta: int) -> Program:
     if picks:
         yield CountPicks(cta=cta, first=picks.start, num=len(picks))
     yield _arrive(Join.COUNTED, call, Phase.ROUTE)
-    yield _await_join(Join.COUNTED, shape, call, Phase.ROUTE)
+    owners = range(cta, shape.ep_size, shape.num_ctas)
+    if picks or owners:
+        yield _await_join(Join.COUNTED, shape, call, Phase.ROUTE)
     if picks:
         yield PushEntries(first=picks.start, num=len(picks))
-    for owner in range(cta, shape.ep_size, shape.num_ctas):
+    for owner in owners:
         yield PushCounts(owner=owner)
     yield _arrive(Join.ROUTED, call, Phase.ROUTE)
     if cta == 0:
@@ -263,4 +264,4 @@ def _arrive(join: Join, call: Call, phase: Phase) -> Raise:
 
 
 def _await_join(join: Join, shape: ProtocolShape, call: Call, phase: Phase) -> Wait:
-    return Wait(flag=GRID_JOIN, index=join, target=join_target(call.epoch, shape), peer=call.rank, phase=phase)
+    return Wait(flag=GRID_JOIN, index=join, target=shape.num_ctas, peer=call.rank, phase=phase)

@@ -67,10 +67,6 @@ class Life(StrEnum):
     wrap at 2^32. Opening (or resetting) a session stores first_epoch - 1 in it, then all ranks meet, so that the value
     it starts with satisfies no wait."""
 
-    MONOTONE = "monotone"
-    """A counter that grows by the same amount in every call, and wraps. Never reset; what it must reach is the epoch
-    times that amount, so it starts at first_epoch - 1 times that amount."""
-
     PARITY = "parity"
     """A counter, kept twice: calls of even and of odd epochs use their own copy. Each call zeroes the copy that it does
     not use, which nobody touches then. Both start at zero."""
@@ -149,9 +145,9 @@ GRID_JOIN = Flag(
     lives_on="every rank",
     one_per="join of a call (Join)",
     raised_by="each CTA, once it has done what the join stands for",
-    target="epoch * CTAs",
+    target="CTAs",
     scope=Scope.GPU,
-    life=Life.MONOTONE,
+    life=Life.PARITY,
 )
 COUNTS_LOADED = Flag(
     name="counts_loaded",
@@ -163,18 +159,18 @@ COUNTS_LOADED = Flag(
     life=Life.PARITY,
 )
 
-FLAGS = (COUNTS_PUBLISHED, RANK_FINISHED, GRID_JOIN, ROWS_ARRIVED, A2_WRITTEN, BLOCK_RETIRED, COUNTS_LOADED)
+FLAGS = (COUNTS_PUBLISHED, RANK_FINISHED, ROWS_ARRIVED, A2_WRITTEN, BLOCK_RETIRED, GRID_JOIN, COUNTS_LOADED)
 """All flags, in workspace order: those that peers raise first."""
 
 PARITY_FLAGS = tuple(flag for flag in FLAGS if flag.life is Life.PARITY)
 
 
 class Join(IntEnum):
-    """Index of a grid join, in the order of a call. Every CTA arrives at each; who waits is said here."""
+    """Index of a grid join. Every CTA arrives at each; who waits is said here."""
 
-    COUNTED = 0  # this rank's picks are counted per expert; CTAs that push entries wait
-    ROUTED = 1  # input rows, entries and counts of this rank are stored; CTA 0 waits
-    FINISHED = 2  # all units of this rank have run, so all rows are pulled, multiplied and sent home; CTA 0 waits
+    ROUTED = 0  # input rows, entries and counts of this rank are stored; CTA 0 waits
+    FINISHED = 1  # all units of this rank have run, so all rows are pulled, multiplied and sent home; CTA 0 waits
+    COUNTED = 2  # this rank's picks are counted per expert; comes before ROUTED; CTAs that push entries or counts wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,24 +295,16 @@ def next_epoch(epoch: int, step: int = 1) -> int:
 
 
 def reached(value: int, target: int) -> bool:
-    """Whether a flag's word satisfies a wait: value - target >= 0 as a signed 32-bit difference, for every life."""
+    """Whether a flag's word satisfies a wait: value - target >= 0 as a signed 32-bit difference, for both lives."""
     return (value - target) % UINT32_RANGE < UINT32_RANGE // 2
 
 
-def initial_value(flag: Flag, first_epoch: int, shape: ProtocolShape) -> int:
+def initial_value(flag: Flag, first_epoch: int) -> int:
     """What all words of a flag hold before the call of `first_epoch`: when a session opens, and after a reset.
 
     After these stores all ranks meet, before the first of them makes a call.
     """
-    if flag.life is Life.PARITY:
-        return 0
-    before = next_epoch(first_epoch, -1)
-    return before if flag.life is Life.EPOCH else join_target(before, shape)
-
-
-def join_target(epoch: int, shape: ProtocolShape) -> int:
-    """What a grid join's word reaches in the call of `epoch`, uint32."""
-    return epoch * shape.num_ctas % UINT32_RANGE
+    return next_epoch(first_epoch, -1) if flag.life is Life.EPOCH else 0
 
 
 def flag_words(flag: Flag, shape: ProtocolShape) -> int:
@@ -372,8 +360,8 @@ class Wait:
 @dataclass(frozen=True, kw_only=True)
 class Raise:
     """Release, then change word `index` of `flag` on rank `rank`: an epoch flag is set to `amount` (which is the
-    epoch; a single worker in the world ever raises that word), the others grow by `amount` atomically, modulo 2^32, a
-    parity flag in this call's copy. Only epoch flags are raised on other ranks."""
+    epoch; a single worker in the world ever raises that word), a parity flag of this call's copy grows by `amount`
+    atomically. Only epoch flags are raised on other ranks."""
 
     flag: Flag
     rank: int

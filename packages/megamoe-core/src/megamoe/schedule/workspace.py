@@ -22,7 +22,6 @@ from megamoe.schedule.waves import Ring
 ARRAY_ALIGNMENT = 1024  # bytes; a TMA tile with a 128-byte swizzle repeats every 1024
 ROW_ALIGNMENT = 16  # bytes; size and address granule of cp.async.bulk and of TMA strides
 WORD = 4  # bytes of a flag
-CACHE_LINE = 128  # bytes; words that all CTAs of a rank add to and poll have a line each
 ENTRY_BYTES = 8  # int32 token * top_k + slot, FP32 router weight
 META_BYTES = 16  # int32 source rank, int32 token * top_k + slot, FP32 router weight, padded to one 16-byte store
 FP8_TRANSPORT_BLOCK = 32  # columns that one E8M0 byte of fp8_blockwise_1x32 covers
@@ -205,8 +204,7 @@ def plan_workspace(
     if not rings:
         raise ConfigError("a workspace needs at least one ring")
     ring_rows = max(ring.num_rows for ring in rings)
-    # One copy: protocol.PARITY_FLAGS in their order, then route totals, which are cleared with them.
-    num_counters = 3 * max(ring.max_blocks for ring in rings) + num_ctas + ep_size * num_local_experts
+    num_counters = 3 * max(ring.max_blocks for ring in rings) + len(Join) + num_ctas  # protocol.PARITY_FLAGS in order
     capacity = num_max_tokens_per_rank
     layout = _Builder()
 
@@ -226,9 +224,7 @@ def plan_workspace(
     layout.add("pool_meta", POOL, (ring_rows,), META_BYTES)
     layout.add("a2_payload", A2, (ring_rows,), activation.payload_bytes(intermediate_size))
     layout.add("a2_scales", A2, (ring_rows,), activation.scales_bytes(intermediate_size))
-    layout.add("grid_join", None, (len(Join),), CACHE_LINE)
     layout.add("counters", None, (2, num_counters), WORD)
-    layout.add("epoch", None, (1,), WORD)  # of the last call; a replayed graph can't bring it as an argument
     layout.add("dropped_ids", None, (1,), WORD)  # ids outside [-1, num_experts), summed over calls
     return WorkspaceLayout(arrays=tuple(layout.arrays))
 

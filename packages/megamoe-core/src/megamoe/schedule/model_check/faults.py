@@ -34,7 +34,6 @@ from megamoe.schedule.protocol import (
     Raise,
     Scope,
     Wait,
-    initial_value,
     next_epoch,
 )
 from megamoe.schedule.tiles import max_pool_blocks
@@ -181,8 +180,8 @@ def _reversed(name: str, act: type[PullRows] | type[Gemm1], ops_before: int) -> 
 # -- faults between calls and between ranks ---------------------------------------------------------------------------
 
 
-def _satisfied_at_once(flag: Flag, first_epoch: int, shape: ProtocolShape) -> int:
-    return first_epoch if flag.life is Life.EPOCH else initial_value(flag, first_epoch, shape)
+def _satisfied_at_once(flag: Flag, first_epoch: int) -> int:
+    return first_epoch if flag.life is Life.EPOCH else 0
 
 
 def _no_clear(op: Op, _worker: WorkerId, _call: Call) -> list[Op]:
@@ -248,7 +247,7 @@ SEEDED_FAULTS: tuple[SeededFault, ...] = (
         problems=_UNORDERED,
     ),
     SeededFault(
-        fault=Fault(name="flags start at zero, epochs do not", initial=lambda _flag, _first_epoch, _shape: 0),
+        fault=Fault(name="flags start at zero, epochs do not", initial=lambda _flag, _first_epoch: 0),
         problems=_UNORDERED,
         scenario=replace(FAULT_SCENARIO, first_epoch=(1 << 31) + 1),
     ),

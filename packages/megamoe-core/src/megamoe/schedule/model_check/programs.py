@@ -49,7 +49,7 @@ CALL_BOUNDARY = Flag(
     raised_by="each worker at the end of a call; it stands for a kernel boundary and is no word in memory",
     target="workers of the rank",
     scope=Scope.GPU,
-    life=Life.MONOTONE,
+    life=Life.PARITY,
 )
 
 
@@ -151,7 +151,7 @@ class Fault:
     name: str
     shape: Callable[[ProtocolShape], ProtocolShape] = lambda shape: shape
     program: Callable[[list[Op], WorkerId, Call], list[Op]] = lambda ops, _worker, _call: ops
-    initial: Callable[[Flag, int, ProtocolShape], int] = initial_value
+    initial: Callable[[Flag, int], int] = initial_value
     scope: Callable[[Flag], Scope] = lambda flag: flag.scope
     reached: Callable[[int, int], bool] = reached
     acquires: Callable[[Flag], bool] = lambda _flag: True
@@ -190,7 +190,7 @@ class Model:
         self.fault = fault
         self.calls = scenario.calls
         self.first_epoch = scenario.first_epoch
-        self.initial = {flag.name: fault.initial(flag, scenario.first_epoch, self.shape) for flag in FLAGS}
+        self.initial = {flag.name: fault.initial(flag, scenario.first_epoch) for flag in FLAGS}
         self.initial[CALL_BOUNDARY.name] = 0
         self.routed = [[Routed.of(self.shape, tokens) for tokens in routing] for routing in scenario.calls]
         self.workers = [
