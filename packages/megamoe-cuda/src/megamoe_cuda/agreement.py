@@ -11,18 +11,43 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
 
 from megamoe import errors
 from megamoe.errors import BackendUnavailableError, ConfigError, MegaMoEError, RankFailedError
-from megamoe.symm import Group
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel, so containers of one host share it
 
 T = TypeVar("T")
 
 
-def agree(group: Group | None, step: str, act: Callable[[], T], *, timeout_s: float) -> T:
+class Ranks(Protocol):
+    """What agreeing needs of a group: any `megamoe.symm.Group` has it, and `ProcessGroupRanks`."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, data: bytes, *, timeout_s: float, phase: str) -> list[bytes]: ...
+
+
+class ProcessGroupRanks:
+    """The ranks of a torch process group, before they share any memory."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        self._process_group = process_group
+
+    def all_gather(self, data: bytes, *, timeout_s: float, phase: str) -> list[bytes]:
+        """COLLECTIVE. Everybody's `data` in rank order; waits as long as the process group does."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, data, group=self._process_group)
+        return gathered
+
+
+def agree(group: Ranks | None, step: str, act: Callable[[], T], *, timeout_s: float) -> T:
     """COLLECTIVE. Run `act` on every rank; if it raises on any, raise on all, else return this rank's result.
 
     Args:
@@ -95,7 +120,7 @@ def take_seat(gpu: str, plan: str) -> Seat:
     return Seat(boot=BOOT_ID.read_text().strip(), host=socket.gethostname(), gpu=gpu, plan=plan)
 
 
-def exchange_seats(group: Group, own: Seat, *, timeout_s: float) -> list[Seat]:
+def exchange_seats(group: Ranks, own: Seat, *, timeout_s: float) -> list[Seat]:
     """COLLECTIVE. Seats of all ranks, in rank order."""
     gathered = group.all_gather(json.dumps(asdict(own)).encode(), timeout_s=timeout_s, phase="exchange seats")
     return [Seat(**json.loads(data)) for data in gathered]

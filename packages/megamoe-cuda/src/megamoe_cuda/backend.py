@@ -18,7 +18,7 @@ from megamoe.schedule.device_spec import H200, DeviceSpec
 from megamoe.symm import Group
 from megamoe.symm.torch_symm import TorchSymmGroup
 from megamoe_cuda import __version__, symm_nvshmem
-from megamoe_cuda.agreement import agree, check_seats, exchange_seats, take_seat
+from megamoe_cuda.agreement import ProcessGroupRanks, Ranks, agree, check_seats, exchange_seats, take_seat
 from megamoe_cuda.heuristics import SessionConfig, config_names, session_config
 from megamoe_cuda.jit.compiler import ARCH
 from megamoe_cuda.kernel_config import BLOCK_K, MAX_K, MAX_RANKS
@@ -130,76 +130,74 @@ class CudaBackend(Backend):
                 memory is shared.
         """
         timeout_s = env.timeout_s() if timeout_s is None else timeout_s
-        ranks = _resolve(group, plan, timeout_s)
-        size = ranks.size if ranks is not None else plan.problem.ep_size
-        device = agree(ranks, "look at the machine", lambda: _require_machine(plan, size, ranks), timeout_s=timeout_s)
+        ranks = _ranks_of(group, plan)
+        if workspace is not None and ranks is not None:
+            raise ConfigError(
+                "a workspace that peers share can't be handed in", hint="leave workspace=None; plan.bytes says its size"
+            )
+        size = plan.problem.ep_size
+        device = agree(ranks, "look at the machine", lambda: _require_machine(plan, ranks is None), timeout_s=timeout_s)
         if ranks is not None:
             _require_paths(ranks, plan, device, timeout_s)
+        provider = _provider(group, ranks, device, timeout_s)
         virtual = isinstance(group, VirtualRanks)
 
         def make() -> CudaSession:
             return CudaSession(
                 plan,
-                group=ranks,
+                group=provider,
                 virtual=virtual,
                 device=device,
                 timeout_s=timeout_s,
-                allocate=lambda num_bytes: _allocate(ranks, size, num_bytes, device, workspace, timeout_s),
+                allocate=lambda num_bytes: _allocate(provider, size, num_bytes, device, workspace, timeout_s),
             )
 
-        if workspace is not None and ranks is not None:
-            raise ConfigError(
-                "a workspace that peers share can't be handed in", hint="leave workspace=None; plan.bytes says its size"
-            )
         session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
         session.start()
         return session
 
 
-def _resolve(group: Any, plan: Plan, timeout_s: float) -> Group | None:
+def _ranks_of(group: Any, plan: Plan) -> Ranks | None:
     """The ranks to meet; None where this process has all of them.
 
     Raises:
-        ConfigError: `group` is no group, or of the wrong size. The same on every rank, so none waits.
+        ConfigError: another backend's plan, no group, or one of the wrong size. The same on every rank, so none waits.
     """
     ep_size = plan.problem.ep_size
     if plan.backend != CudaBackend.name or not isinstance(plan.config, SessionConfig):
         raise ConfigError("this plan is another backend's", got=plan.backend, expected=CudaBackend.name)
-    if group is None or isinstance(group, VirtualRanks):
-        if group is None and ep_size > 1:
-            raise ConfigError("no group", expected=f"{ep_size} ranks", hint="pass a process group, or VirtualRanks()")
+    if isinstance(group, VirtualRanks) or (group is None and ep_size == 1):
         return None
-    if isinstance(group, dist.ProcessGroup):
-        size = dist.get_world_size(group)
-    elif isinstance(group, Group):
-        size = group.size
-    else:
+    if group is None:
+        raise ConfigError("no group", expected=f"{ep_size} ranks", hint="pass a process group, or VirtualRanks()")
+    if not isinstance(group, Group | dist.ProcessGroup):
         raise ConfigError(
             "not a group of ranks",
             got=type(group).__name__,
             expected="ProcessGroup, megamoe.symm.Group or VirtualRanks",
         )
-    if size != ep_size:
-        raise ConfigError("the group's size is not the plan's", got=f"{size} ranks", expected=f"ep_size = {ep_size}")
-    return group if isinstance(group, Group) else _symmetric_group(group, timeout_s)
+    ranks: Ranks = group if isinstance(group, Group) else ProcessGroupRanks(group)
+    if ranks.size != ep_size:
+        raise ConfigError(
+            "the group's size is not the plan's", got=f"{ranks.size} ranks", expected=f"ep_size = {ep_size}"
+        )
+    return ranks
 
 
-def _symmetric_group(process_group: dist.ProcessGroup, timeout_s: float) -> Group:
-    """NVSHMEM where every rank has nvshmem4py, else PyTorch symmetric memory."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu":
-        raise BackendUnavailableError("torch sees no GPU here", hint=str(judge(look()).detail))
-    plain = TorchSymmGroup(process_group, device)
-    installed = plain.all_gather(
+def _provider(group: Any, ranks: Ranks | None, device: torch.device, timeout_s: float) -> Group | None:
+    """COLLECTIVE. Where symmetric memory comes from; of a process group, NVSHMEM if every rank has nvshmem4py."""
+    if ranks is None or isinstance(group, Group):
+        return group if isinstance(group, Group) else None
+    installed = ranks.all_gather(
         bytes([symm_nvshmem.is_installed()]), timeout_s=timeout_s, phase="choose symmetric memory"
     )
     if all(flag == b"\x01" for flag in installed):
-        return symm_nvshmem.NvshmemGroup(process_group, device, timeout_s=timeout_s)
+        return symm_nvshmem.NvshmemGroup(group, device, timeout_s=timeout_s)
     logger.info("nvshmem4py is not installed on every rank: using PyTorch symmetric memory")
-    return plain
+    return TorchSymmGroup(group, device)
 
 
-def _require_machine(plan: Plan, size: int, ranks: Group | None) -> torch.device:
+def _require_machine(plan: Plan, alone: bool) -> torch.device:
     """This rank's GPU, if it can run the plan."""
     verdict = judge(look())
     if not verdict.ok:
@@ -220,12 +218,14 @@ def _require_machine(plan: Plan, size: int, ranks: Group | None) -> torch.device
             expected=f"at most {properties.multi_processor_count}",
             hint="plan(problem, dataclasses.replace(H200, num_sms=...))",
         )
-    if ranks is None and plan.device.num_sms < size:
-        raise ConfigError("more virtual ranks than SMs", got=size, expected=f"at most {plan.device.num_sms}")
+    if alone and plan.device.num_sms < plan.problem.ep_size:
+        raise ConfigError(
+            "more virtual ranks than SMs", got=plan.problem.ep_size, expected=f"at most {plan.device.num_sms}"
+        )
     return device
 
 
-def _require_paths(ranks: Group, plan: Plan, device: torch.device, timeout_s: float) -> None:
+def _require_paths(ranks: Ranks, plan: Plan, device: torch.device, timeout_s: float) -> None:
     """COLLECTIVE. Raise on every rank unless all opened this plan on GPUs that can address each other."""
     seat = take_seat(_gpu_id(device), hashlib.sha256(f"{__version__} {plan!r}".encode()).hexdigest())
     seats = exchange_seats(ranks, seat, timeout_s=timeout_s)
@@ -251,7 +251,7 @@ def _can_access(device: torch.device, gpu: str) -> bool | None:
 
 
 def _allocate(
-    ranks: Group | None,
+    group: Group | None,
     size: int,
     num_bytes: int,
     device: torch.device,
@@ -259,11 +259,11 @@ def _allocate(
     timeout_s: float,
 ) -> Memory:
     """COLLECTIVE. Workspaces of all ranks, `num_bytes` each."""
-    if ranks is None:
+    if group is None:
         return _allocate_here(size, num_bytes, device, workspace)
-    buffer = ranks.allocate(num_bytes, timeout_s=timeout_s)
-    if isinstance(ranks, symm_nvshmem.NvshmemGroup):
-        return Memory(ranks=buffer.ranks, release=lambda: ranks.free(buffer))
+    buffer = group.allocate(num_bytes, timeout_s=timeout_s)
+    if isinstance(group, symm_nvshmem.NvshmemGroup):
+        return Memory(ranks=buffer.ranks, release=lambda: group.free(buffer))
     return Memory(ranks=buffer.ranks, release=lambda: None)
 
 

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
 from megamoe.symm import Group, SymmetricBuffer
-from megamoe.symm.torch_symm import TorchSymmGroup
-from megamoe_cuda.agreement import agree
+from megamoe_cuda.agreement import ProcessGroupRanks, agree
 
 ALIGNMENT = 1024  # bytes; arrays of a workspace start at multiples of it
 
@@ -50,7 +49,7 @@ class NvshmemGroup(Group):
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
         """COLLECTIVE."""
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
-        self._meeting = TorchSymmGroup(process_group, device)  # its collectives only
+        self._meeting = ProcessGroupRanks(process_group)
         self._device = device
         self._addresses: dict[int, int] = {}  # id of a buffer -> its address here
         self._core, self._bindings = agree(self, "load NVSHMEM", _load, timeout_s=timeout_s)
