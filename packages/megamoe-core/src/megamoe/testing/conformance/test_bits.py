@@ -105,6 +105,27 @@ def test_configurations(workbench: Workbench, mode: Mode) -> None:
         check_same_bits(outputs, expected, f"between the default configuration and {config}")
 
 
+def test_slot_order(workbench: Workbench, mode: Mode) -> None:
+    """Combine adds slots in order k = 0..K-1: a huge row and its negative cancel before the rest is added.
+
+    In any other order the small rows drown in the huge one; ordinary rows add up exactly, and could not tell.
+    """
+    case = workbench.case(mode, ep_size=2, top_k=4, tokens=12)
+    cancelling, masked = [], []
+    for call in workbench.calls(case):
+        ids, router = call.topk_ids.clone(), call.topk_weights.clone()
+        ids[:, 1] = ids[:, 0]
+        router[:, 0], router[:, 1] = 2.0**40, -(2.0**40)
+        cancelling.append(replace(call, topk_ids=ids, topk_weights=router))
+        ids = ids.clone()
+        ids[:, :2] = -1
+        masked.append(replace(call, topk_ids=ids, topk_weights=router))
+    with workbench.open(case.problem) as session:
+        weights = session.prepare(workbench.shards(case))
+        outputs, expected = session.forward(cancelling, weights), session.forward(masked, weights)
+    check_same_bits(outputs, expected, "between slots 0 and 1 that cancel and that are masked")
+
+
 def test_redundant_experts(workbench: Workbench, mode: Mode) -> None:
     """A copy of an expert on another rank gives the original's bits."""
     case = workbench.case(mode, ep_size=2, routing="redundant")
