@@ -73,7 +73,7 @@ class Block:
         return _cut(self.segments, first_row, num_rows)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)  # shared by the workers of a rank, and by the ranks of one process
 def plan_blocks(counts: Counts, owner_rank: int, block_m: int, ring_blocks: int) -> tuple[Block, ...]:
     """The owner's pool blocks in order.
 
