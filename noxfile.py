@@ -120,6 +120,13 @@ def conformance_rocm(session: nox.Session) -> None:
     step(session, "conformance.sh", "rocm", *arguments)
 
 
+@nox.session(name="compile-cuda")
+def compile_cuda(session: nox.Session) -> None:
+    """Compile every CUDA kernel for sm_90a, without a GPU; a spill or a count above its budget fails."""
+    install_packages(session, CORE, f"{CUDA}[compile-cu13]")
+    step(session, "compile-cuda.sh", *session.posargs)
+
+
 @nox.session
 def build(session: nox.Session) -> None:
     """Build wheels and sdists, check their contents, install them elsewhere."""
