@@ -128,6 +128,7 @@ def plot(rows: Sequence[BenchRow], path: Path) -> None:
         BackendUnavailableError: matplotlib is not installed.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendUnavailableError(
@@ -157,4 +158,5 @@ def plot(rows: Sequence[BenchRow], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(Series.of(rows[0]).title, fontsize="medium")
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(path)

@@ -86,6 +86,11 @@ def expert_bytes(problem: MoEProblem) -> int:
     return total
 
 
+def weight_bytes(problem: MoEProblem) -> int:
+    """Bytes of one rank's experts, biases left out."""
+    return problem.num_local_experts * expert_bytes(problem)
+
+
 def remote_bytes(problem: MoEProblem, num_rows: float) -> tuple[float, float]:
     """Bytes of `num_rows` activation rows on their way to an expert, and of as many on their way home."""
     fmt = activation_format(problem.quant, problem.act_format)

@@ -31,6 +31,8 @@ from megamoe.symm import Group, ShmGroup
 from megamoe.tensors import ExpertWeights
 from megamoe.testing.data import Call
 
+GRACE_S = 2.0  # the first failure is what is printed: the others need not wait for their timeouts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -115,7 +117,9 @@ def run_job(job: Job, *, time_limit_s: float, on_report: Callable[[int, Any], No
     with tempfile.TemporaryDirectory(prefix="megamoe-run") as directory:
         results = Path(directory)
         processes = 1 if job.virtual_ranks else ep_size
-        reports = run_ranks(_run_ranks, processes, job, results, timeout_s=time_limit_s, on_report=on_report)
+        reports = run_ranks(
+            _run_ranks, processes, job, results, timeout_s=time_limit_s, grace_s=GRACE_S, on_report=on_report
+        )
         output = [load_file(results / f"output-{rank}.safetensors")["output"] for rank in range(ep_size)]
         distance = _distance(results, output) if job.check else None
     return JobResult(reports=[report for part in reports for report in part], output=output, distance=distance)
@@ -213,6 +217,7 @@ def _make_calls(context: RankContext, job: Job, session: Session, arguments: tup
     many = job.virtual_ranks
     warmup_s = session.warmup()
     call_s = []
+    context.report(("calls", 0, job.repeats))
     for repeat in range(job.repeats):
         before = [_copy(stats) for stats in _unpack(session.stats(), many)]
         started = time.perf_counter()

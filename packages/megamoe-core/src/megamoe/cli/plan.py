@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megamoe.backend import Plan
+from megamoe.bench.roofline import weight_bytes
 from megamoe.checkpoint import TensorFiles, find_layer
 from megamoe.cli.console import bytes_text, command, out, say
 from megamoe.cli.run import make_problem
@@ -105,6 +106,7 @@ def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None)
 
 def _print(plan: Plan) -> None:
     say(f"[bold]{plan.backend}[/] on {plan.device.name}, configuration {plan.config.name}")
+    say(f"weights of a rank: {bytes_text(weight_bytes(plan.problem))}, biases left out")
     settings = Table("setting", "value", title="configuration", title_justify="left")
     for name, value in _settings(plan).items():
         settings.add_row(name, escape(str(value)))
@@ -131,6 +133,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "device": plan.device.name,
         "config": {name: _plain(value) for name, value in asdict(plan.config).items()},
         "problem": {name: _plain(value) for name, value in vars(plan.problem).items()},
+        "weight_bytes": weight_bytes(plan.problem),
         "bytes": plan.bytes,
         "symmetric_bytes": plan.workspace.symmetric_bytes,
         "local_bytes": plan.workspace.local_bytes,

@@ -1,0 +1,195 @@
+"""`megamoe run`, the main job, on the reference backend: what it computes, what it prints, how it fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megamoe.checkpoint import TensorFiles, find_layer
+from megamoe.errors import CheckpointError
+from megamoe.problem import MoEProblem
+from megamoe.reference.oracle import oracle
+
+STAGES = ["quantize_input", "route", "dispatch", "gemm1", "swiglu_quant", "gemm2", "p2p", "combine"]
+Call = Callable[..., object]
+Paths = dict[str, Path]
+
+
+def test_fp8_blocks_over_four_ranks_with_uneven_tokens(megamoe: Call, checkpoints: Paths) -> None:
+    path = checkpoints["deepseek-v3"]
+    args = ("--ep", 4, "--tokens", "33,0,1,64", "--transport", "fp8_blockwise_1x32", "--repeats", 2, "--json")
+    report = megamoe("run", "--checkpoint", path, "--backend", "reference", *args).json
+    assert report["passed"]
+    assert report["rel_l2"] < 0.06
+    assert report["calc_diff"] < 0.002
+    assert report["weights"] == "as stored (fp8_128x128)"
+    assert (report["problem"]["quant"], report["problem"]["ep_size"], report["problem"]["top_k"]) == ("a8w8", 4, 2)
+    assert list(report["stages"]) == STAGES
+    num_tokens = 33 + 0 + 1 + 64
+    rows = {name: stage["rows"] for name, stage in report["stages"].items()}
+    assert rows["quantize_input"] == rows["combine"] == num_tokens
+    assert all(rows[name] == 2 * num_tokens for name in ("dispatch", "gemm1", "swiglu_quant", "gemm2", "p2p"))
+    assert report["stages"]["quantize_input"]["num_bytes"] == num_tokens * (256 + 256 // 128 * 4)
+    assert report["stages"]["p2p"]["num_bytes"] == 2 * num_tokens * (256 + 256 // 32)
+    assert sum(rank["received_rows"] for rank in report["ranks"]) == 2 * num_tokens
+    assert [rank["weight_bytes"] for rank in report["ranks"]] == [2 * 3 * (256 * 128 + 2 * 4)] * 4
+    # Each rounding adds: A1 alone before GEMM1, A2 too after it, the transport at the end.
+    error = report["stage_rel_l2"]
+    assert 0.01 < error["gemm1"] < error["swiglu_quant"] <= 1.05 * error["gemm2"]
+    assert error["gemm2"] < error["combine"] == report["rel_l2"]
+
+
+def test_mxfp4_with_biases_by_the_checkpoints_own_router(megamoe: Call, checkpoints: Paths) -> None:
+    args = ("--ep", 2, "--mode", "a4w4", "--routing", "router", "--tokens", 48, "--repeats", 1, "--json")
+    report = megamoe("run", "--checkpoint", checkpoints["gpt-oss"], *args).json
+    assert report["passed"]
+    assert 0.1 < report["rel_l2"] < 0.25
+    assert report["problem"]["activation"] == "swiglu_oai"
+    assert report["problem"]["swiglu_limit"] == 7.0
+    assert report["problem"]["expert_bias"]
+    assert report["routing"] == "router"
+
+
+def test_bf16_experts_become_mxfp4_and_one_process_plays_eight_ranks(megamoe: Call, checkpoints: Paths) -> None:
+    args = ("--ep", 8, "--virtual-ranks", "--mode", "a8w4", "--routing", "zipf:1.2", "--tokens", 16, "--repeats", 1)
+    result = megamoe("run", "--checkpoint", checkpoints["mixtral"], *args)
+    assert "bf16 -> mxfp4" in result.stdout
+    assert "PASS relL2" in result.stdout
+    assert all(stage in result.stdout for stage in STAGES)
+    assert "experts" in result.stdout
+
+
+@pytest.mark.parametrize("with_routing", [True, False])
+def test_tokens_from_a_file_come_back_in_order(
+    megamoe: Call, checkpoints: Paths, tmp_path: Path, with_routing: bool
+) -> None:
+    path, num_tokens = checkpoints["mixtral"], 11
+    rng = torch.Generator().manual_seed(1)
+    tensors = {"hidden_states": torch.randn(num_tokens, 256, generator=rng).bfloat16()}
+    if with_routing:
+        tensors["topk_ids"] = torch.randint(-1, 8, (num_tokens, 3), generator=rng).int()
+        tensors["topk_weights"] = torch.randn(num_tokens, 3, generator=rng)
+    save_file(tensors, tmp_path / "input.safetensors")
+    args = ("--checkpoint", path, "--input", tmp_path / "input.safetensors", "--repeats", 1, "--json")
+    outputs = []
+    for ep_size in (1, 2):
+        output = tmp_path / f"output-{ep_size}.safetensors"
+        report = megamoe("run", *args, "--ep", ep_size, "--output", output, "--routing", "router").json
+        assert report["num_tokens"] == ([11] if ep_size == 1 else [5, 6])
+        assert report["routing"] == ("file" if with_routing else "router")
+        outputs.append(load_file(output))
+    assert torch.equal(outputs[0]["output"], outputs[1]["output"])  # the same bits at any EP size
+    if with_routing:
+        assert torch.equal(outputs[0]["topk_ids"], tensors["topk_ids"].long())
+    layer = find_layer(TensorFiles.find([path]), 0)
+    problem = MoEProblem(
+        hidden_size=256,
+        intermediate_size=128,
+        num_experts=8,
+        top_k=outputs[0]["topk_ids"].shape[1],
+        num_max_tokens_per_rank=num_tokens,
+        quant="bf16",
+    )
+    expected = oracle(
+        problem,
+        tensors["hidden_states"],
+        outputs[0]["topk_ids"],
+        outputs[0]["topk_weights"],
+        [layer.load_experts(range(8))],
+    )
+    assert (outputs[0]["output"].float() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_a_result_above_the_gate_fails(megamoe: Call, checkpoints: Paths, tmp_path: Path) -> None:
+    hidden = torch.randn(4, 256)
+    hidden[2, 5] = torch.nan
+    save_file({"hidden_states": hidden.bfloat16()}, tmp_path / "input.safetensors")
+    args = ("--checkpoint", checkpoints["mixtral"], "--input", tmp_path / "input.safetensors", "--repeats", 1)
+    result = megamoe("run", *args, exit_code=1)
+    assert "FAIL relL2 inf is not below 0.01" in result.stdout
+    assert "PASS" not in result.stdout
+    assert "PASS" not in megamoe("run", *args, "--no-check").stdout
+
+
+BAD_INPUT = [
+    pytest.param(["--layer", 3], "layer 3 holds no experts", id="layer"),
+    pytest.param(["--ep", 3], "ep_size does not divide num_experts", id="ep"),
+    pytest.param(["--mode", "a9w9"], "unknown quant", id="mode"),
+    pytest.param(["--transport", "pigeon"], "unknown transport", id="transport"),
+    pytest.param(["--tokens", "many"], "--tokens", id="tokens"),
+    pytest.param(["--tokens", "1,2,3"], "--tokens", id="tokens per rank"),
+    pytest.param(["--routing", "nowhere"], "unknown routing", id="routing"),
+    pytest.param(["--routing", "zipf:x"], "Zipf", id="zipf"),
+    pytest.param(["--routing", "ep8-equivalent", "--tokens", "1"], "ep8-equivalent", id="ep8-equivalent"),
+    pytest.param(["--top-k", 17], "top_k is too large", id="top_k"),
+    pytest.param(["--backend", "abacus"], "backend abacus can't be used (not_installed)", id="backend"),
+    pytest.param(["--config", "fastest"], "no such configuration", id="config"),
+    pytest.param(["--act-format", "mxfp8"], "act_format is a choice of a8w4 only", id="act_format"),
+    pytest.param(["--input", "/does/not/exist"], "input file /does/not/exist can't be read", id="input"),
+]
+
+
+@pytest.mark.parametrize("args, message", BAD_INPUT)
+def test_bad_input_is_one_message_and_exit_code_2(
+    megamoe: Call, checkpoints: Paths, args: list[object], message: str
+) -> None:
+    result = megamoe("run", "--checkpoint", checkpoints["mixtral"], *args, exit_code=2)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    assert result.stdout == ""
+
+
+def test_an_input_file_that_does_not_fit(megamoe: Call, checkpoints: Paths, tmp_path: Path) -> None:
+    path = tmp_path / "input.safetensors"
+
+    def message(*args: object, **tensors: torch.Tensor) -> str:
+        save_file(tensors, path)
+        command = ("run", "--checkpoint", checkpoints["mixtral"], "--input", path, *args)
+        text: str = megamoe(*command, exit_code=2).stderr
+        assert "Traceback" not in text
+        return text
+
+    hidden, ids, weights = torch.zeros(3, 256).bfloat16(), torch.zeros(3, 2).int(), torch.zeros(3, 2)
+    assert "hidden size 128" in message(hidden_states=torch.zeros(3, 128).bfloat16())
+    assert "holds no tokens" in message(tokens=hidden)
+    assert "holds no tokens" in message(hidden_states=torch.zeros(3, 256).int())
+    assert "don't fit together" in message(hidden_states=hidden, topk_ids=ids)
+    assert "don't fit together" in message(hidden_states=hidden, topk_ids=ids[:2], topk_weights=weights[:2])
+    assert "exclude each other" in message("--tokens", 8, hidden_states=hidden)
+    assert "--top-k contradicts" in message("--top-k", 3, hidden_states=hidden, topk_ids=ids, topk_weights=weights)
+
+
+def test_an_error_of_a_rank_is_told_as_its_own(megamoe: Call, checkpoints: Paths, tmp_path: Path) -> None:
+    """A shard that lost a tensor is noticed by the rank that owns the expert, in its own process."""
+    name = "model.layers.0.block_sparse_moe.experts.7.w2.weight"
+    for file in checkpoints["mixtral"].glob("*.safetensors"):
+        tensors = load_file(file)
+        tensors.pop(name, None)
+        save_file(tensors, tmp_path / file.name)
+    result = megamoe("run", "--checkpoint", tmp_path, "--ep", 2, "--top-k", 2, exit_code=2)
+    assert f"CheckpointError: tensor {name} is not in the checkpoint" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(checkpoints: Paths) -> None:
+    from typer.testing import CliRunner
+
+    from megamoe.cli import app
+
+    result = CliRunner().invoke(app, ["--debug", "run", "--checkpoint", str(checkpoints["mixtral"]), "--layer", "9"])
+    assert isinstance(result.exception, CheckpointError)
+
+
+def test_top_k_comes_from_config_json_or_must_be_given(megamoe: Call, checkpoints: Paths, tmp_path: Path) -> None:
+    for file in checkpoints["mixtral"].glob("*.safetensors"):
+        (tmp_path / file.name).symlink_to(file)
+    result = megamoe("run", "--checkpoint", tmp_path, exit_code=2)
+    assert "--top-k" in result.stderr
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 5}))
+    report = megamoe("plan", "--checkpoint", tmp_path, "--ep", 1, "--backend", "reference", "--json").json
+    assert report["plans"][0]["problem"]["top_k"] == 5
