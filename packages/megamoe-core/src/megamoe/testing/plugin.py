@@ -64,6 +64,8 @@ def _make_workbench(config: pytest.Config) -> Workbench:
         raise pytest.UsageError(f"backend {name} can't be tested here: {verdict.reason}: {verdict.detail}")
     backend = candidate.backend
     device = torch.device(config.getoption("--device") or ("cpu" if name == REFERENCE else "cuda"))
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # tensors are small: more threads only wait for each other
     virtual = Capability.VIRTUAL_RANKS in backend.capabilities()
     ranks = cast(RankKind, config.getoption("--ranks") or ("virtual" if virtual else "processes"))
     if ranks == "virtual" and not virtual:
