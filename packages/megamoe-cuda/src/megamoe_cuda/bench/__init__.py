@@ -1,0 +1,9 @@
+"""Benchmarks of the CUDA kernel beside its peers.
+
+seed_sm90    the suite: which shapes, routings and token counts
+rank         one rank of a measurement: session, peers, inputs, timing
+timing       interleaved timing with a flushed L2 cache and a barrier before each call
+unfused      peer: NCCL all-to-all, PyTorch's scaled grouped GEMM, SwiGLU and quantisation in Triton
+deep_gemm    peer: the fused SM90 kernels of sgl-deep-gemm
+published    figures that other projects published for the same shape
+"""

@@ -1,0 +1,161 @@
+"""One rank of a measurement: the session and its peers on the same weights, inputs that differ from round to round."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megamoe.backend import Session
+from megamoe.bench.results import Machine
+from megamoe.launch import RankContext
+from megamoe.problem import MoEProblem
+from megamoe.tensors import Fp8BlockWeights, PreparedWeights
+from megamoe_cuda.backend import CudaBackend
+from megamoe_cuda.bench import deep_gemm
+from megamoe_cuda.bench.inputs import Inputs, make_experts, make_inputs
+from megamoe_cuda.bench.timing import Contender, time_interleaved
+from megamoe_cuda.probe import compiler_version
+
+OURS = "ours"
+OURS_FROM_BF16 = "ours, from BF16 input"
+NUM_ROUTINGS = 8  # sets of inputs that rounds take in turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What to measure.
+
+    Args:
+        problem: the layer; its capacity is the session's.
+        num_tokens: tokens per rank in each call.
+        routing: a name of `megamoe.bench.routing`.
+        repeats: calls of each contender.
+        config: a configuration by name, or None.
+        with_peers: whether peers are measured beside it.
+    """
+
+    problem: MoEProblem
+    num_tokens: int
+    routing: str
+    repeats: int
+    config: str | None
+    with_peers: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """One rank's seconds by contender, and where they were measured."""
+
+    seconds: dict[str, list[float]]
+    machine: Machine
+
+
+def measure_rank(context: RankContext, measurements: list[Measurement]) -> list[RankResult]:
+    """COLLECTIVE. Body of a rank's process: all measurements of one EP size, on GPU `context.rank`."""
+    device = torch.device("cuda", context.rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{context.directory / 'store'}",
+        rank=context.rank,
+        world_size=context.world_size,
+        device_id=device,
+    )
+    try:
+        experts = make_experts(measurements[0].problem, context.rank)
+        machine = this_machine(context.world_size)
+        return [RankResult(seconds=_measure(each, context.rank, experts), machine=machine) for each in measurements]
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(measurement: Measurement, rank: int, experts: Fp8BlockWeights) -> dict[str, list[float]]:
+    backend, problem = CudaBackend(), measurement.problem
+    group = dist.group.WORLD if problem.ep_size > 1 else None
+    rounds = [
+        make_inputs(problem, num_tokens=measurement.num_tokens, routing_name=measurement.routing, rank=rank, seed=seed)
+        for seed in range(NUM_ROUTINGS)
+    ]
+    with backend.open(backend.plan(problem, config=measurement.config), group) as session:
+        weights = session.prepare(experts)
+        session.warmup()
+        contenders = {
+            OURS: _captured(session, weights, rounds, quantized=True),
+            OURS_FROM_BF16: _captured(session, weights, rounds, quantized=False),
+        }
+        peers, close_peers = _peers(measurement, rounds, experts, weights)
+        seconds = time_interleaved(contenders | peers, repeats=measurement.repeats, barrier=_barrier())
+        session.check()
+        close_peers()
+    return seconds
+
+
+def _captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], *, quantized: bool) -> Contender:
+    """The session's call in a graph that reads static tensors; `load` fills them."""
+    static = Inputs(**{name: tensor.clone() for name, tensor in vars(rounds[0]).items()})
+    hidden = (static.payload, static.scales) if quantized else static.hidden_states
+    out = torch.empty_like(static.hidden_states)
+    call = partial(session.forward, hidden, static.topk_ids, static.topk_weights, weights, out=out)
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def load(round_: int) -> None:
+        for name, tensor in vars(rounds[round_ % len(rounds)]).items():
+            getattr(static, name).copy_(tensor)
+
+    return Contender(load=load, call=graph.replay)
+
+
+def _peers(
+    measurement: Measurement, rounds: list[Inputs], experts: Fp8BlockWeights, weights: PreparedWeights
+) -> tuple[dict[str, Contender], Callable[[], None]]:
+    """Contenders by name, and what ends them."""
+    if not measurement.with_peers:
+        return {}, lambda: None
+    from megamoe_cuda.bench import unfused  # imports Triton
+
+    problem, group = measurement.problem, dist.group.WORLD
+    assert group is not None
+    plain = unfused.UnfusedPeer(problem, group, experts)
+    found: dict[str, Contender] = {unfused.NAME: _eager(plain.load, plain.call, rounds)}
+    if not deep_gemm.is_installed():
+        return found, lambda: None
+    fused = deep_gemm.DeepGemmPeer(problem, group, weights)
+    found[deep_gemm.NAME] = _eager(fused.load, fused.call, rounds)
+    return found, fused.close
+
+
+def _eager(load: Callable[[Inputs], None], call: Callable[[], object], rounds: list[Inputs]) -> Contender:
+    return Contender(load=lambda round_: load(rounds[round_ % len(rounds)]), call=lambda: void(call()))
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def _barrier() -> Callable[[], None]:
+    """All ranks meet on the stream: a reduction of one number."""
+    word = torch.zeros(1, device="cuda")
+    return lambda: void(dist.all_reduce(word))
+
+
+def this_machine(num_gpus: int) -> Machine:
+    """The GPU, its driver and the compiler."""
+    text = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text.read_text()) if text.exists() else None
+    major, minor = compiler_version()
+    return Machine(
+        gpu=torch.cuda.get_device_name(),
+        num_gpus=num_gpus,
+        driver=found[0] if found else "",
+        toolkit=f"NVRTC {major}.{minor}, torch {torch.__version__}",
+    )

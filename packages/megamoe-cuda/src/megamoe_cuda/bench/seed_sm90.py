@@ -1,0 +1,129 @@
+"""Suite `seed-sm90`: the seed's shape, H=4096, I=2048, 32 experts per rank, top-8, from 8 to 8192 tokens per rank.
+
+    EP8-equivalent   two GPUs whose routing gives each the rows and the remote share of a rank of EP8
+    EP2              two GPUs, uniform routing
+    EP1              one GPU
+    roomy            EP8-equivalent, 8 to 512 tokens in a session of capacity 8192
+
+Inputs are quantised already, as the peers take them; the time from BF16 input stands among the peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.bench.results import BenchRow, Timing
+from megamoe.bench.suites import Suite, SuiteOptions
+from megamoe.errors import BackendUnavailableError
+from megamoe.launch import run_ranks
+from megamoe.problem import MoEProblem, Transport
+from megamoe_cuda.backend import CudaBackend
+from megamoe_cuda.bench.published import published
+from megamoe_cuda.bench.rank import OURS, Measurement, RankResult, measure_rank
+
+NAME = "seed-sm90"
+TOKENS = (8, 128, 256, 512, 1024, 2048, 4096, 8192)
+EXPERTS_PER_RANK = 32
+TIME_LIMIT_S = 1800.0
+EP8_EQUIVALENT = "ep8-equivalent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Rows that one set of processes measures.
+
+    Args:
+        ep_size: ranks, one GPU each.
+        routing: a name of `megamoe.bench.routing`.
+        most_tokens: larger token counts are left out.
+        capacity: of the session; None is the token count.
+        with_peers: whether peers run beside it.
+    """
+
+    ep_size: int
+    routing: str
+    most_tokens: int = TOKENS[-1]
+    capacity: int | None = None
+    with_peers: bool = True
+
+
+SETTINGS = (
+    Setting(ep_size=2, routing=EP8_EQUIVALENT),
+    Setting(ep_size=2, routing=EP8_EQUIVALENT, most_tokens=512, capacity=8192, with_peers=False),
+    Setting(ep_size=2, routing="uniform"),
+    Setting(ep_size=1, routing="uniform"),
+)
+
+
+def suites() -> list[Suite]:
+    """What this package offers."""
+    return [
+        Suite(
+            name=NAME,
+            description="CUDA kernel: the seed's shape at EP1, EP2 and EP8-equivalent, beside its peers",
+            backend=CudaBackend.name,
+            run=run,
+        )
+    ]
+
+
+def run(options: SuiteOptions) -> Iterator[BenchRow]:
+    """Measure; settings that need more GPUs than there are come last and end the suite.
+
+    Raises:
+        BackendUnavailableError: no usable GPU, or fewer than a setting needs.
+    """
+    num_gpus = torch.cuda.device_count()
+    for setting in sorted(SETTINGS, key=lambda setting: setting.ep_size > num_gpus):
+        if setting.ep_size > num_gpus:
+            raise BackendUnavailableError(
+                f"the rest of suite {NAME} needs more GPUs", got=num_gpus, expected=setting.ep_size
+            )
+        measurements = list(_measurements(setting, options))
+        results = run_ranks(measure_rank, setting.ep_size, measurements, timeout_s=TIME_LIMIT_S)
+        for measurement, by_rank in zip(measurements, zip(*results, strict=True), strict=True):
+            yield _row(measurement, by_rank)
+
+
+def _measurements(setting: Setting, options: SuiteOptions) -> Iterator[Measurement]:
+    for num_tokens in options.tokens or TOKENS:
+        if num_tokens > setting.most_tokens:
+            continue
+        for transport in Transport:
+            problem = MoEProblem(
+                hidden_size=4096,
+                intermediate_size=2048,
+                num_experts=EXPERTS_PER_RANK * setting.ep_size,
+                top_k=8,
+                num_max_tokens_per_rank=setting.capacity or num_tokens,
+                ep_size=setting.ep_size,
+                transport=transport,
+            )
+            yield Measurement(
+                problem=problem,
+                num_tokens=num_tokens,
+                routing=setting.routing,
+                repeats=options.repeats,
+                config=options.config,
+                with_peers=setting.with_peers and transport is Transport.BF16,
+            )
+
+
+def _row(measurement: Measurement, by_rank: tuple[RankResult, ...]) -> BenchRow:
+    seconds = {name: [result.seconds[name] for result in by_rank] for name in by_rank[0].seconds}
+    peers = {name: Timing.of(of_ranks).us_median for name, of_ranks in seconds.items() if name != OURS}
+    if measurement.routing == EP8_EQUIVALENT and measurement.with_peers:
+        peers |= published(measurement.num_tokens)
+    return BenchRow.of(
+        bench=NAME,
+        machine=by_rank[0].machine,
+        problem=measurement.problem,
+        routing=measurement.routing,
+        num_tokens=measurement.num_tokens,
+        timing=Timing.of(seconds[OURS]),
+        workspace_bytes=CudaBackend().plan(measurement.problem, config=measurement.config).bytes,
+        peers=peers,
+    )

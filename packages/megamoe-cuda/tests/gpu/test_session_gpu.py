@@ -1,0 +1,195 @@
+"""What only a GPU shows of the host side: cost of a call, epochs that wrap, SMs left free, workspaces handed in.
+
+Run with the matrix: `pytest -p claim packages/megamoe-cuda/tests/gpu` on a machine with a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.backend import VirtualRanks
+from megamoe.errors import MegaMoETimeoutError, WorkspaceError
+from megamoe.problem import MoEProblem
+from megamoe.reference.staged import staged
+from megamoe.schedule.device_spec import H200
+from megamoe.tensors import ExpertWeights
+from megamoe.testing.data import make_weights, shard
+from megamoe.testing.tolerances import rel_l2
+from megamoe_cuda import backend as cuda_backend
+from megamoe_cuda.backend import CudaBackend
+from megamoe_cuda.session import CudaSession
+
+pytestmark = pytest.mark.gpu
+
+PROBLEM = MoEProblem(
+    hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4, num_max_tokens_per_rank=256, ep_size=2
+)
+SINGLE = replace(PROBLEM, ep_size=1, num_experts=8)
+BACKEND = CudaBackend()
+HOST_BUDGET_S = 25e-6  # of one forward
+
+
+@pytest.fixture(autouse=True)
+def claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "SEEN_RIGHT_ON", "under test")
+    verdict = BACKEND.probe()
+    assert verdict.ok, verdict
+
+
+def make_call(problem: MoEProblem, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, problem.hidden_size, generator=rng).bfloat16()
+    ids = torch.rand(num_tokens, problem.num_experts, generator=rng).argsort(-1)[:, : problem.top_k].contiguous()
+    return hidden.cuda(), ids.cuda(), torch.rand(num_tokens, problem.top_k, generator=rng).cuda()
+
+
+def experts(problem: MoEProblem) -> list[ExpertWeights]:
+    return shard(make_weights(problem, torch.device("cuda")), problem.ep_size)
+
+
+def call_all(session: Any, problem: MoEProblem, weights: list[Any], num_tokens: int, seed: int = 0) -> torch.Tensor:
+    calls = [make_call(problem, num_tokens, seed + rank) for rank in range(problem.ep_size)]
+    hidden, ids, router = (list(part) for part in zip(*calls, strict=True))
+    return torch.cat(session.forward(hidden, ids, router, weights))
+
+
+def open_virtual(problem: MoEProblem, **options: Any) -> Any:
+    return BACKEND.open(BACKEND.plan(problem, options.pop("device", None)), VirtualRanks(), **options)
+
+
+def test_result_is_the_staged_references() -> None:
+    with open_virtual(PROBLEM) as session:
+        weights = [session.prepare(share) for share in experts(PROBLEM)]
+        got = call_all(session, PROBLEM, weights, 100)
+    calls = [make_call(PROBLEM, 100, rank) for rank in range(2)]
+    hidden, ids, router = ([x.cpu() for x in part] for part in zip(*calls, strict=True))
+    shares = shard(make_weights(PROBLEM, torch.device("cpu")), 2)
+    expected = torch.cat(staged(PROBLEM, hidden, ids, router, shares).outputs)
+    assert rel_l2(got.cpu().float(), expected.float()) < 0.01
+
+
+@pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3])
+def test_epochs_survive_the_wrap(epoch: int) -> None:
+    with open_virtual(PROBLEM) as session:
+        weights = [session.prepare(share) for share in experts(PROBLEM)]
+        expected = call_all(session, PROBLEM, weights, 64)
+        session.start_epochs(epoch)
+        for _ in range(8):
+            assert torch.equal(call_all(session, PROBLEM, weights, 64), expected)
+
+
+def test_sms_can_be_left_free() -> None:
+    """With 32 SMs free, a kernel that holds one of them does not delay the layer; the bits stay."""
+    with open_virtual(PROBLEM) as session, open_virtual(PROBLEM, device=replace(H200, num_sms=100)) as fewer:
+        weights = [session.prepare(share) for share in experts(PROBLEM)]
+        expected = call_all(session, PROBLEM, weights, 200)
+        assert torch.equal(call_all(fewer, PROBLEM, weights, 200), expected)
+        torch.cuda.synchronize()
+        side, done = torch.cuda.Stream(), torch.cuda.Event()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000_000)  # about a second on one SM
+        started = time.perf_counter()
+        assert torch.equal(call_all(fewer, PROBLEM, weights, 200), expected)
+        done.record()
+        done.synchronize()
+        assert time.perf_counter() - started < 0.5, "the layer waited for the other kernel"
+        torch.cuda.synchronize()
+
+
+def test_a_side_stream_that_holds_an_sm_delays_but_does_not_hang() -> None:
+    with open_virtual(PROBLEM) as session:
+        weights = [session.prepare(share) for share in experts(PROBLEM)]
+        expected = call_all(session, PROBLEM, weights, 64)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(200_000_000)
+        assert torch.equal(call_all(session, PROBLEM, weights, 64), expected)
+
+
+def test_the_host_pays_little_for_a_call() -> None:
+    with BACKEND.open(BACKEND.plan(SINGLE)) as session:
+        (share,) = experts(SINGLE)
+        weights = session.prepare(share)
+        hidden, ids, router = make_call(SINGLE, 8, 0)
+        out = torch.empty_like(hidden)
+        session.warmup()
+        times = []
+        for index in range(400):
+            started = time.perf_counter()
+            session.forward(hidden, ids, router, weights, out=out)
+            times.append(time.perf_counter() - started)
+            if index % 50 == 49:
+                torch.cuda.synchronize()  # a full launch queue would block the host
+        print(f"host: median {median(times) * 1e6:.1f} us, minimum {min(times) * 1e6:.1f} us")
+        assert median(times) < HOST_BUDGET_S
+
+
+def test_a_workspace_can_be_handed_in() -> None:
+    plan = BACKEND.plan(PROBLEM)
+    guard = 4096
+    buffer = torch.full((2 * plan.bytes + 2 * guard,), 0xA5, dtype=torch.uint8, device="cuda")
+    workspace = buffer[guard : guard + 2 * plan.bytes]
+    with BACKEND.open(plan, VirtualRanks(), workspace=workspace) as session:
+        weights = [session.prepare(share) for share in experts(PROBLEM)]
+        given = call_all(session, PROBLEM, weights, 100)
+        session.check()
+    with open_virtual(PROBLEM) as session:
+        assert torch.equal(call_all(session, PROBLEM, weights, 100), given)
+    assert (buffer[:guard] == 0xA5).all()
+    assert (buffer[-guard:] == 0xA5).all()
+    with pytest.raises(WorkspaceError, match="too small"):
+        BACKEND.open(plan, VirtualRanks(), workspace=workspace[:-1024])
+
+
+def test_out_of_memory_is_a_typed_error() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    hog = torch.empty(int(free * 0.95), dtype=torch.uint8, device="cuda")
+    try:
+        with pytest.raises(WorkspaceError, match="out of GPU memory"):
+            open_virtual(replace(PROBLEM, num_max_tokens_per_rank=1 << 20, hidden_size=8192))
+    finally:
+        del hog
+        torch.cuda.empty_cache()
+
+
+def test_cold_start_is_reported_and_the_cache_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    seconds = []
+    for _ in range(2):
+        with open_virtual(PROBLEM) as session:
+            seconds.append(session.warmup())
+    print(f"cold start {seconds[0]:.2f} s, from the cache {seconds[1]:.3f} s")
+    assert 0 < seconds[1] < seconds[0] / 2
+
+
+def test_a_peer_that_never_comes_ends_in_a_named_timeout_and_reset_recovers() -> None:
+    """EP2 with one of the two ranks launched: the second rank's workspace is there, its kernel is not."""
+    plan = BACKEND.plan(PROBLEM)
+    device = torch.device("cuda", torch.cuda.current_device())
+    with open_virtual(PROBLEM) as whole:
+        assert isinstance(whole, CudaSession)
+        weights = [whole.prepare(share) for share in experts(PROBLEM)]
+        expected = call_all(whole, PROBLEM, weights, 64)
+        # A session that drives rank 0 alone, in the memory of both.
+        lonely = CudaSession(
+            plan, group=None, virtual=False, device=device, timeout_s=0.5, allocate=lambda num_bytes: whole._memory
+        )
+        lonely.start()
+        hidden, ids, router = make_call(PROBLEM, 64, 0)
+        out = lonely.forward(hidden, ids, router, weights[0])
+        with pytest.raises(MegaMoETimeoutError) as raised:
+            lonely.check()
+        assert (raised.value.rank, raised.value.peer, raised.value.phase) == (0, 1, "dispatch")
+        assert out.isnan().all()
+        with pytest.raises(MegaMoETimeoutError):
+            lonely.forward(hidden, ids, router, weights[0])
+        whole.reset()
+        assert torch.equal(call_all(whole, PROBLEM, weights, 64), expected)
+        torch.cuda.synchronize()

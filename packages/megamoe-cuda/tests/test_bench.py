@@ -1,0 +1,79 @@
+"""The benchmark suite's list and rows; timing itself needs GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megamoe.bench.results import BenchRow, Machine
+from megamoe.bench.suites import SuiteOptions, find_suite
+from megamoe.errors import BackendUnavailableError
+from megamoe.problem import Transport
+from megamoe_cuda import backend as cuda_backend
+from megamoe_cuda.bench import seed_sm90
+from megamoe_cuda.bench.published import published
+from megamoe_cuda.bench.rank import OURS, Measurement, RankResult
+
+MACHINE = Machine(gpu="NVIDIA H200", num_gpus=2, driver="580.159.04", toolkit="NVRTC 13.0")
+
+
+def all_measurements(options: SuiteOptions = SuiteOptions()) -> list[Measurement]:  # noqa: B008 - frozen
+    return [each for setting in seed_sm90.SETTINGS for each in seed_sm90._measurements(setting, options)]
+
+
+def test_the_suite_is_found_by_name() -> None:
+    assert find_suite("seed-sm90").backend == "cuda"
+
+
+def test_every_token_count_is_measured_with_each_routing_and_transport() -> None:
+    fitting = [each for each in all_measurements() if each.problem.num_max_tokens_per_rank == each.num_tokens]
+    for transport in Transport:
+        for ep_size, routing in ((2, "ep8-equivalent"), (2, "uniform"), (1, "uniform")):
+            tokens = {
+                each.num_tokens
+                for each in fitting
+                if (each.problem.transport, each.problem.ep_size, each.routing) == (transport, ep_size, routing)
+            }
+            assert tokens == {8, 128, 256, 512, 1024, 2048, 4096, 8192}
+
+
+def test_small_calls_are_measured_in_a_large_session_too() -> None:
+    roomy = {each.num_tokens for each in all_measurements() if each.problem.num_max_tokens_per_rank > each.num_tokens}
+    assert roomy == {8, 128, 256, 512}
+
+
+def test_a_rank_always_has_the_experts_of_ep8() -> None:
+    assert {each.problem.num_local_experts for each in all_measurements()} == {32}
+
+
+def test_tokens_can_be_chosen() -> None:
+    assert {each.num_tokens for each in all_measurements(SuiteOptions(tokens=(8, 2048)))} == {8, 2048}
+
+
+def test_a_row_is_the_median_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "SEEN_RIGHT_ON", "under test")
+    measurement = all_measurements(SuiteOptions(tokens=(8,)))[0]
+    by_rank = (
+        RankResult(seconds={OURS: [1e-6, 5e-6, 2e-6], "peer": [9e-6] * 3}, machine=MACHINE),
+        RankResult(seconds={OURS: [3e-6, 4e-6, 4e-6], "peer": [8e-6] * 3}, machine=MACHINE),
+    )
+    row = seed_sm90._row(measurement, by_rank)
+    assert isinstance(row, BenchRow)
+    assert (row.us_min, row.us_median, row.us_max) == pytest.approx((3, 4, 5))
+    assert row.peers["peer"] == pytest.approx(9)
+    assert row.peers["seed kernel (published, 8 GPUs)"] == 265.9
+    assert row.workspace_mib > 0
+
+
+def test_published_figures_stand_beside_their_own_token_counts_only() -> None:
+    assert published(8192)["seed kernel (published, 8 GPUs)"] == 4695.2
+    assert len(published(8)) == 4
+    assert len(published(4096)) == 3, "DeepEP V1 low-latency was not published there"
+    assert published(100) == {}
+
+
+def test_too_few_gpus_end_the_suite_with_a_typed_error() -> None:
+    if torch.cuda.device_count() > 0:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(BackendUnavailableError, match="needs more GPUs"):
+        list(find_suite("seed-sm90").run(SuiteOptions()))
