@@ -1,0 +1,76 @@
+"""Compile the kernels of the conformance matrix on all cores, so that a run on a GPU does not wait for the compiler.
+
+python precompile.py virtual     # one GPU that runs all ranks
+python precompile.py processes   # one GPU per rank, EP 1 and 2
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from megamoe.problem import MoEProblem
+from megamoe.schedule.device_spec import H200
+from megamoe.testing.cases import cases, stress_case
+from megamoe_cuda import backend
+from megamoe_cuda.backend import CudaBackend
+from megamoe_cuda.heuristics import session_config
+from megamoe_cuda.jit.store import load_or_compile
+from megamoe_cuda.kernel_config import KernelConfig
+
+STRESS_SEEDS = 48  # the matrix's default on GPUs
+
+
+def problems(ep_sizes: tuple[int, ...]) -> Iterator[MoEProblem]:
+    """Problems of the matrix that the backend supports."""
+    backend.SEEN_RIGHT_ON = "under test"
+    cuda = CudaBackend()
+
+    def accept(problem: MoEProblem) -> bool:
+        return problem.ep_size in ep_sizes and cuda.supports(problem).ok
+
+    yield from (case.problem for case in cases("gpu") if accept(case.problem))
+    yield from (stress_case(seed, "gpu", accept).problem for seed in range(STRESS_SEEDS))
+
+
+def kernels(problem: MoEProblem, virtual: bool) -> Iterator[KernelConfig]:
+    """Kernels of a session of `problem`, as they are and with taps."""
+    num_virtual_ranks = problem.ep_size if virtual else 1
+    plain = session_config(problem, None)
+    for config in (plain, plain.tapped()):
+        for tile in config.tiles:
+            yield config.kernel(
+                problem,
+                tile,
+                num_virtual_ranks=num_virtual_ranks,
+                ctas_per_rank=H200.num_sms // num_virtual_ranks,
+            )
+
+
+def compile_one(kernel: KernelConfig) -> str | None:
+    """The kernel's complaint, if it does not compile."""
+    try:
+        load_or_compile(kernel)
+    except Exception as error:
+        return f"{kernel}: {error}"
+    return None
+
+
+def main() -> None:
+    virtual = sys.argv[1] == "virtual"
+    ep_sizes = (1, 2, 4, 8) if virtual else (1, 2)
+    wanted = dict.fromkeys(kernel for problem in problems(ep_sizes) for kernel in kernels(problem, virtual))
+    started = time.perf_counter()
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        failures = [failure for failure in pool.map(compile_one, wanted, chunksize=2) if failure]
+    print(f"{len(wanted)} kernels in {time.perf_counter() - started:.0f} s, {len(failures)} failed")
+    for failure in failures:
+        print(failure[:2000])
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

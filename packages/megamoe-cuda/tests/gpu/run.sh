@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# What decides whether the kernel may be claimed, on a machine with Hopper GPUs: `bash run.sh one|two [pytest arguments]`.
+#   one   the whole matrix with virtual ranks, and the session's own GPU tests
+#   two   EP1 and EP2 with a process per GPU: over NVSHMEM where nvshmem4py is installed, else PyTorch symmetric memory
+# Needs megamoe-core[test] and megamoe-cuda with NVRTC; logs go to $OUT, or the current directory.
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out="${OUT:-.}"
+kind="${1:?one or two}"
+shift
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+export MEGAMOE_CACHE_DIR="${MEGAMOE_CACHE_DIR:-/tmp/megamoe-cache}"
+matrix=(python3 -m pytest -p claim -p megamoe.testing.plugin --backend=cuda --pyargs megamoe.testing.conformance)
+options=(-q --tb=short -ra --timeout=120 -p no:cacheprovider)
+status=0
+
+if [ "$kind" = one ]; then
+    python3 "$here/precompile.py" virtual || status=1
+    python3 -m pytest -p claim "${options[@]}" -s "$here/test_session_gpu.py" 2>&1 | tee "$out/session.log" || status=1
+    "${matrix[@]}" --ranks=virtual "${options[@]}" "$@" 2>&1 | tee "$out/matrix-one.log" || status=1
+else
+    python3 "$here/precompile.py" processes || status=1
+    provider=$(python3 -c 'from megamoe_cuda.symm_nvshmem import is_installed as i; print("nvshmem" if i() else "torch")')
+    "${matrix[@]}" --ranks=processes --ep-sizes=1,2 "${options[@]}" "$@" 2>&1 | tee "$out/matrix-two-$provider.log" || status=1
+fi
+exit $status
