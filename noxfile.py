@@ -73,7 +73,9 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests of all packages, and the tests that span them."""
-    install_packages(session, f"{CORE}[test,transformers]", f"{CUDA}[compile-cu13]", ROCM, tools=("nox", "torchao"))
+    install_packages(
+        session, f"{CORE}[test,transformers,plots]", f"{CUDA}[compile-cu13]", ROCM, tools=("nox", "torchao")
+    )
     session.install("--no-deps", TRITON)
     session.run("python", "ci/check_pins.py")
     step(session, "tests.sh", *session.posargs)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Unit tests of all packages and the tests that span them. Needs: the three packages, megamoe-core[test,transformers].
+# Unit tests of all packages and the tests that span them. Needs: all packages, megamoe-core[test,transformers,plots].
 # Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -130,6 +130,7 @@ def plot(rows: Sequence[BenchRow], path: Path) -> None:
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, StrMethodFormatter
     except ImportError as error:
         raise BackendUnavailableError(
             "plots need matplotlib", hint="pip install matplotlib, or leave --plots away"
@@ -149,8 +150,13 @@ def plot(rows: Sequence[BenchRow], path: Path) -> None:
     floors = [_floor(row) for row in rows]
     if all(floor is not None for floor in floors):
         heights = [floor.us for floor in floors if floor is not None]
-        time_axes.plot(tokens, heights, linestyle="--", color="black", linewidth=1, label="floor: weights, FLOPs")
+        roofs = [row.tflops * row.us_median / height for row, height in zip(rows, heights)]
+        style = {"linestyle": "--", "color": "black", "linewidth": 1}
+        time_axes.plot(tokens, heights, label="floor: weights, FLOPs", **style)
+        rate_axes.plot(tokens, roofs, label="roof: weights, FLOPs", **style)
     time_axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="µs")
+    time_axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    time_axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     rate_axes.set(xscale="log", xlabel="tokens per rank", ylabel="TFLOP/s per rank")
     for axes in (time_axes, rate_axes):
         axes.set_xticks(tokens, [str(count) for count in tokens])
