@@ -9,25 +9,30 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megamoe.schedule.tiles import round_up
+from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe_cuda.driver import check
 from megamoe_cuda.jit.codegen import KERNEL_NAME
 from megamoe_cuda.jit.compiler import CompiledKernel
 from megamoe_cuda.kernel_config import BLOCK_N, NUM_THREADS, KernelConfig
-from megamoe_cuda.tma import byte_matrix_map
+from megamoe_cuda.tma import TENSOR_MAP_BYTES, byte_matrix_map
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 STRUCT_ALIGNMENT = 64  # of a CUtensorMap
 DEFAULT_TIMEOUT_S = 300.0  # kernels that one rank had to compile first are late by minutes
 TIMEOUT_RECORD = struct.Struct("<8I")
+MAPS_BYTES = 4 * TENSOR_MAP_BYTES  # of RankArguments: w13, w2, pool, a2
+POINTERS = struct.Struct("<11Q2I")  # the rest of RankArguments
+RANK_BYTES = round_up(MAPS_BYTES + POINTERS.size, STRUCT_ALIGNMENT)
 PHASES = ("stage", "route", "dispatch", "gemm1", "gemm2", "finish", "combine", "pipeline")
 """Names of megamoe::Phase (symm/watchdog.cuh)."""
+TRACE_POINTS = ("started", "routed", "planned", "pulled", "multiplied", "finished", "combined")
+"""Names of megamoe::TracePoint (symm/trace.cuh)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankCall:
+class RankCall(NamedTuple):
     """One rank's tensors for one call: device addresses, 0 where a tensor is absent. The caller keeps them alive.
 
     Attributes:
@@ -45,10 +50,10 @@ class RankCall:
         device_num_tokens: uint32 scalar, read by the kernel; rows of `out` past it are not written.
         expert_counts: `[E_local]` uint32, receives the rows per local expert; or 0.
         gemm1_tap: `[rows, 2I]` FP32, receives GEMM1's accumulators (kernels compiled with `tap_gemm1`); or 0.
+        trace: `[ctas_per_rank, len(TRACE_POINTS)]` uint64, receives times in ns (kernels compiled with `trace`); or 0.
     """
 
     hidden_states: int
-    hidden_scales: int = 0
     topk_ids: int
     topk_ids_are_int64: bool
     topk_weights: int
@@ -58,9 +63,11 @@ class RankCall:
     w2_scale: int
     out: int
     num_tokens: int
+    hidden_scales: int = 0
     device_num_tokens: int = 0
     expert_counts: int = 0
     gemm1_tap: int = 0
+    trace: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +84,7 @@ class Timeout:
 
 
 def read_timeout(record: bytes) -> Timeout | None:
-    """Decode one record of host-mapped memory (TIMEOUT_RECORD.size bytes per virtual rank), None if nothing happened."""
+    """Decode one record of host-mapped memory (TIMEOUT_RECORD.size bytes per virtual rank); None: nothing happened."""
     happened, rank, peer, phase, epoch, index, observed, expected = TIMEOUT_RECORD.unpack(record)
     if not happened:
         return None
@@ -104,6 +111,16 @@ class LoadedKernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, attribute, compiled.dynamic_smem_bytes))
         self._launch = _launch_config(self.config.num_ctas, compiled.dynamic_smem_bytes)
+        self._launch_kernel = driver.cuLaunchKernelEx
+        self._as_stream = driver.CUstream
+        self._stream: int | None = None
+        self._arguments = _ArgumentBlock(self.config, self.layout)
+
+    def unload(self) -> None:
+        """Give the machine code back, once no launch and no captured graph uses it any more."""
+        from cuda.bindings import driver
+
+        check(driver.cuModuleUnload(self._module))
 
     def launch(
         self,
@@ -115,7 +132,7 @@ class LoadedKernel:
         timeout_s: float,
         stream: int,
     ) -> None:
-        """Launch one call; stream-ordered, graph-safe, no host sync.
+        """Launch one call; stream-ordered, graph-safe, no host sync. One thread at a time.
 
         Args:
             workspaces: every rank's workspace, as this GPU addresses it.
@@ -128,64 +145,80 @@ class LoadedKernel:
         Raises:
             CudaDriverError: the launch was refused.
         """
-        from cuda.bindings import driver
+        self._arguments.write(workspaces, first_rank, calls, timeout_records, timeout_s)
+        if stream != self._stream:
+            self._stream, self._launch.hStream = stream, self._as_stream(stream)
+        check(self._launch_kernel(self._launch, self._function, self._arguments.parameters, 0))
 
-        arguments = self._pack(workspaces, first_rank, calls, timeout_records, timeout_s)
-        buffer = ctypes.create_string_buffer(arguments, len(arguments))
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        self._launch.hStream = driver.CUstream(stream)
-        check(driver.cuLaunchKernelEx(self._launch, self._function, ctypes.addressof(parameters), 0))
 
-    def _pack(
+class _ArgumentBlock:
+    """KernelArguments in host memory. What is as in the last launch stays as it is: packing all of it takes the host
+    longer than the launch."""
+
+    def __init__(self, config: KernelConfig, layout: WorkspaceLayout) -> None:
+        self._config = config
+        self._layout = layout
+        self._header = struct.Struct(f"<{config.num_ranks}QQQI")
+        self._ranks_offset = round_up(self._header.size, STRUCT_ALIGNMENT)
+        num_bytes = self._ranks_offset + config.num_virtual_ranks * RANK_BYTES
+        self._buffer = ctypes.create_string_buffer(num_bytes)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self.parameters = ctypes.addressof(self._pointers)
+        self._last_header: tuple[object, ...] | None = None
+        self._last_weights: list[tuple[int, int] | None] = [None] * config.num_virtual_ranks
+
+    def write(
         self,
         workspaces: Sequence[int],
         first_rank: int,
         calls: Sequence[RankCall],
         timeout_records: int,
         timeout_s: float,
-    ) -> bytes:
-        assert len(workspaces) == self.config.num_ranks
-        assert len(calls) == self.config.num_virtual_ranks
-        header = struct.pack(
-            f"<{len(workspaces)}QQQI", *workspaces, timeout_records, int(timeout_s * 1e9), first_rank
-        )
-        ranks = [self._pack_rank(workspaces[first_rank + i], call) for i, call in enumerate(calls)]
-        return b"".join(_padded(part) for part in (header, *ranks))
+    ) -> None:
+        assert len(workspaces) == self._config.num_ranks
+        assert len(calls) == self._config.num_virtual_ranks
+        header = (*workspaces, timeout_records, int(timeout_s * 1e9), first_rank)
+        if header != self._last_header:
+            self._header.pack_into(self._buffer, 0, *header)
+            self._last_header, self._last_weights = header, [None] * len(calls)
+        for index, call in enumerate(calls):
+            offset = self._ranks_offset + index * RANK_BYTES
+            if self._last_weights[index] != (call.w13, call.w2):
+                self._write_maps(offset, workspaces[first_rank + index], call)
+                self._last_weights[index] = (call.w13, call.w2)
+            POINTERS.pack_into(
+                self._buffer,
+                offset + MAPS_BYTES,
+                call.hidden_states,
+                call.hidden_scales,
+                call.topk_ids,
+                call.topk_weights,
+                call.w13_scale,
+                call.w2_scale,
+                call.out,
+                call.device_num_tokens,
+                call.expert_counts,
+                call.gemm1_tap,
+                call.trace,
+                call.num_tokens,
+                call.topk_ids_are_int64,
+            )
 
-    def _pack_rank(self, workspace: int, call: RankCall) -> bytes:
-        config = self.config
+    def _write_maps(self, offset: int, workspace: int, call: RankCall) -> None:
+        config = self._config
         block_m, ring_rows = config.tile.block_m, config.ring.num_rows
         hidden, intermediate = config.hidden_size, config.intermediate_size
         matrices = (
             (call.w13, config.num_local_experts * 2 * intermediate, hidden, BLOCK_N),
             (call.w2, config.num_local_experts * hidden, intermediate, BLOCK_N),
-            (workspace + self.layout.offset("pool_payload"), ring_rows, hidden, block_m),
-            (workspace + self.layout.offset("a2_payload"), ring_rows, intermediate, block_m),
+            (workspace + self._layout.offset("pool_payload"), ring_rows, hidden, block_m),
+            (workspace + self._layout.offset("a2_payload"), ring_rows, intermediate, block_m),
         )
-        maps = [
+        maps = b"".join(
             byte_matrix_map(address, num_rows=rows, num_columns=columns, box_rows=box)
             for address, rows, columns, box in matrices
-        ]
-        pointers = struct.pack(
-            "<10Q2I",
-            call.hidden_states,
-            call.hidden_scales,
-            call.topk_ids,
-            call.topk_weights,
-            call.w13_scale,
-            call.w2_scale,
-            call.out,
-            call.device_num_tokens,
-            call.expert_counts,
-            call.gemm1_tap,
-            call.num_tokens,
-            call.topk_ids_are_int64,
         )
-        return b"".join(maps) + pointers
-
-
-def _padded(part: bytes) -> bytes:
-    return part.ljust(round_up(len(part), STRUCT_ALIGNMENT), b"\0")
+        ctypes.memmove(ctypes.addressof(self._buffer) + offset, maps, MAPS_BYTES)
 
 
 def _launch_config(num_ctas: int, dynamic_smem_bytes: int) -> Any:

@@ -37,6 +37,7 @@ from megamoe_cuda.workspace_layout import initial_words, kernel_workspace
 logger = logging.getLogger("megamoe.cuda")
 
 INPUT_ALIGNMENT = 16  # bytes; the kernel reads rows in pieces of 16
+MAX_CHECKED = 4096  # sets of shapes and dtypes that a session remembers as right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,10 @@ class CudaSession(Session):
         self._memory = Memory(ranks=(), release=_nothing)
         self._addresses: list[int] = []
         self._check_ids = env.debug()
-        self._kernels: dict[TileConfig, LoadedKernel] = {}
+        self._kernels: dict[str, LoadedKernel] = {}  # by the name of the tile
+        self._tiles: dict[int, TileConfig] = {}  # by the number of tokens
         self._last_tile = self._config.tiles[0]
+        self._checked: set[tuple[object, ...]] = set()  # shapes and dtypes of arguments that were found right
         self._calls = 0
         self._timeouts = 0
         self._failure: MegaMoETimeoutError | None = None
@@ -103,6 +106,7 @@ class CudaSession(Session):
         self._received = torch.zeros(
             len(self._driven), plan.problem.num_local_experts, dtype=torch.int32, device=device
         )
+        self._received_addresses = [row.data_ptr() for row in self._received]
         self._gate_up: Tensor | None = None  # GEMM1's accumulators by driven rank, where taps are kept
 
     def start(self) -> None:
@@ -131,48 +135,93 @@ class CudaSession(Session):
     ) -> Any:
         """COLLECTIVE, stream-ordered, graph-safe after `warmup`. See `Session.forward`."""
         self._require_healthy()
-        num_ranks = len(self._driven)
-        arguments = [
-            _per_rank(name, value, self.ep_rank is None, num_ranks)
-            for name, value in (
-                ("hidden_states", hidden_states),
-                ("topk_ids", topk_ids),
-                ("topk_weights", topk_weights),
-                ("weights", weights),
-                ("out", out),
-                ("num_tokens", num_tokens),
-            )
-        ]
-        prepared = [self._prepare_call(index, *values) for index, values in enumerate(zip(*arguments, strict=True))]
-        kernel = self._kernel_for(max(call.num_rows for call in prepared))
-        with torch.cuda.device(self._device), torch.cuda.nvtx.range("megamoe.forward"):
+        arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        if self.ep_rank is None:
+            names = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")
+            per_rank = [_one_each(name, value, len(self._driven)) for name, value in zip(names, arguments, strict=True)]
+            calls = [self._prepare_call(index, *values) for index, values in enumerate(zip(*per_rank, strict=True))]
+        else:
+            calls = [self._prepare_call(0, *arguments)]
+        kernel = self._kernel_for(max(num_rows for num_rows, _, _ in calls))
+        if torch.cuda.current_device() == self._device.index:
+            self._launch(kernel, [call for _, _, call in calls])
+        else:
+            with torch.cuda.device(self._device):
+                self._launch(kernel, [call for _, _, call in calls])
+        self._calls += 1
+        return [y for _, y, _ in calls] if self.ep_rank is None else calls[0][1]
+
+    def _launch(self, kernel: LoadedKernel, calls: list[RankCall]) -> None:
+        torch.cuda.nvtx.range_push("megamoe.forward")  # type: ignore[no-untyped-call]
+        try:
             kernel.launch(
                 workspaces=self._addresses,
                 first_rank=self._driven.start,
-                calls=[call.launch for call in prepared],
+                calls=calls,
                 timeout_records=self._records.data_ptr(),
                 timeout_s=self._timeout_s,
                 stream=torch.cuda.current_stream(self._device).cuda_stream,
             )
-        self._calls += 1
-        outputs = [call.out for call in prepared]
-        return outputs if self.ep_rank is None else outputs[0]
+        finally:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def _prepare_call(
-        self,
-        index: int,
-        hidden_states: HiddenStates,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: PreparedWeights,
-        out: Tensor | None,
-        num_tokens: int | Tensor | None,
-    ) -> _Call:
-        """Check one rank's arguments and turn them into addresses."""
+        self, index: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any, num_tokens: Any
+    ) -> tuple[int, Tensor, RankCall]:
+        """Check one rank's arguments and turn them into addresses: rows, output, the kernel's arguments."""
+        payload, scales = _payload_and_scales(hidden_states)
+        self._check_tensors(payload, scales, topk_ids, topk_weights, weights, out)
+        if self._check_ids and not torch.cuda.is_current_stream_capturing():
+            _require_ids(topk_ids, self.plan.problem.num_experts)
+        payload, topk_ids, topk_weights = payload.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+        if scales is not None:
+            scales = scales.contiguous()
+        address = payload.data_ptr()
+        if address % INPUT_ALIGNMENT:
+            raise InputError("hidden_states start at an odd address", got=hex(address), expected="a multiple of 16")
+        num_rows: int = payload.shape[0]
+        if out is None:
+            out = torch.empty(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
+        host_tokens, device_tokens = num_rows, 0
+        if num_tokens is not None:
+            host_tokens, device_tokens = self._num_tokens(num_tokens, num_rows)
+            out.zero_()  # the kernel writes valid rows only
+        tensors = weights.tensors
+        call = RankCall(
+            hidden_states=address,
+            hidden_scales=0 if scales is None else scales.data_ptr(),
+            topk_ids=topk_ids.data_ptr(),
+            topk_ids_are_int64=topk_ids.dtype is torch.int64,
+            topk_weights=topk_weights.data_ptr(),
+            w13=tensors["w13_weight"].data_ptr(),
+            w13_scale=tensors["w13_weight_scale"].data_ptr(),
+            w2=tensors["w2_weight"].data_ptr(),
+            w2_scale=tensors["w2_weight_scale"].data_ptr(),
+            out=out.data_ptr(),
+            num_tokens=host_tokens,
+            device_num_tokens=device_tokens,
+            expert_counts=self._received_addresses[index],
+            gemm1_tap=0 if self._gate_up is None else self._gate_up[index].data_ptr(),
+        )
+        return num_rows, out, call
+
+    def _check_tensors(
+        self, payload: Any, scales: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any
+    ) -> None:
+        """Raise unless the arguments fit. What was found right once is known by its shapes and is not looked at again:
+        the checks in full take the host longer than the launch."""
+        present = [tensor for tensor in (payload, topk_ids, topk_weights, scales, out) if tensor is not None]
+        facts = (
+            weights.backend, weights.layout, weights.quant, weights.num_local_experts, scales is None, out is None,
+            out is None or out.is_contiguous(),
+            *[fact for tensor in present for fact in (tensor.shape, tensor.dtype, tensor.device)],
+        )  # fmt: skip
+        if facts in self._checked:
+            return
         problem = self.plan.problem
-        num_rows = check_call(
+        check_call(
             problem,
-            hidden_states,
+            payload if scales is None else (payload, scales),
             topk_ids,
             topk_weights,
             out,
@@ -182,41 +231,9 @@ class CudaSession(Session):
         weights.require(backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
         if topk_ids.device != self._device:
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
-        if self._check_ids and not torch.cuda.is_current_stream_capturing():
-            _require_ids(topk_ids, problem.num_experts)
-        payload, scales = _payload_and_scales(hidden_states)
-        payload, topk_ids, topk_weights = payload.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
-        scales = scales if scales is None else scales.contiguous()
-        if payload.data_ptr() % INPUT_ALIGNMENT:
-            raise InputError(
-                "hidden_states start at an odd address", got=hex(payload.data_ptr()), expected="a multiple of 16"
-            )
-        if out is None:
-            out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device=self._device)
-        host_tokens, device_tokens = self._num_tokens(num_tokens, num_rows)
-        if num_tokens is not None:
-            out.zero_()  # the kernel writes valid rows only
-        tensors = weights.tensors
-        return _Call(
-            num_rows=num_rows,
-            out=out,
-            launch=RankCall(
-                hidden_states=payload.data_ptr(),
-                hidden_scales=0 if scales is None else scales.data_ptr(),
-                topk_ids=topk_ids.data_ptr(),
-                topk_ids_are_int64=topk_ids.dtype == torch.int64,
-                topk_weights=topk_weights.data_ptr(),
-                w13=tensors["w13_weight"].data_ptr(),
-                w13_scale=tensors["w13_weight_scale"].data_ptr(),
-                w2=tensors["w2_weight"].data_ptr(),
-                w2_scale=tensors["w2_weight_scale"].data_ptr(),
-                out=out.data_ptr(),
-                num_tokens=host_tokens,
-                device_num_tokens=device_tokens,
-                expert_counts=self._received[index].data_ptr(),
-                gemm1_tap=0 if self._gate_up is None else self._gate_up[index].data_ptr(),
-            ),
-        )
+        if len(self._checked) == MAX_CHECKED:
+            self._checked.clear()
+        self._checked.add(facts)
 
     def _num_tokens(self, num_tokens: int | Tensor | None, num_rows: int) -> tuple[int, int]:
         """The number on the host, and the address of the one on the device or 0."""
@@ -237,15 +254,17 @@ class CudaSession(Session):
     # -- kernels ------------------------------------------------------------------------------------------------
 
     def _kernel_for(self, num_tokens: int) -> LoadedKernel:
-        tile = self._config.tile_for(self.plan.problem, num_tokens)
-        kernel = self._kernels.get(tile)
+        tile = self._tiles.get(num_tokens)
+        if tile is None:
+            tile = self._tiles[num_tokens] = self._config.tile_for(self.plan.problem, num_tokens)
+        kernel = self._kernels.get(tile.name)
         if kernel is None:
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     f"the kernel of tile {tile.name} is not loaded, and can't be while a graph is captured",
                     hint="call session.warmup() on every rank before the capture",
                 )
-            kernel = self._kernels[tile] = self._load(tile)
+            kernel = self._kernels[tile.name] = self._load(tile)
         self._last_tile = tile
         return kernel
 
@@ -267,8 +286,8 @@ class CudaSession(Session):
         self._require_healthy()
         start = time.perf_counter()
         for tile in self._config.tiles:
-            if tile not in self._kernels:
-                self._kernels[tile] = self._load(tile)
+            if tile.name not in self._kernels:
+                self._kernels[tile.name] = self._load(tile)
         self._meet("warmup")
         return time.perf_counter() - start
 
@@ -359,6 +378,7 @@ class CudaSession(Session):
         self._require_healthy()
         self._give_back()
         self._config = self._config.tapped()
+        self._tiles.clear()
         self._layout = kernel_workspace(self._kernel_config(self._config.tiles[0]))
         rows = max(ring.num_rows for ring in self._config.rings)
         columns = 2 * self.plan.problem.intermediate_size
@@ -403,21 +423,10 @@ class CudaSession(Session):
         self._memory = Memory(ranks=(), release=_nothing)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One rank's arguments: addresses for the kernel, and what the host needs of them."""
-
-    num_rows: int
-    out: Tensor
-    launch: RankCall
-
-
-def _per_rank(name: str, value: Any, virtual: bool, num_ranks: int) -> Sequence[Any]:
-    """One entry per rank that this process runs."""
+def _one_each(name: str, value: Any, num_ranks: int) -> Sequence[Any]:
+    """One entry per virtual rank; None stands for None of each."""
     if value is None:
         return (None,) * num_ranks
-    if not virtual:
-        return (value,)
     if isinstance(value, Tensor | PreparedWeights | int) or len(value) != num_ranks:
         raise InputError(
             f"{name} is not one entry per virtual rank", got=type(value).__name__, expected=f"a list of {num_ranks}"

@@ -1,0 +1,106 @@
+"""The bytes of a launch's arguments, against a C structure, and that what changes from call to call is rewritten."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from megamoe.problem import MoEProblem
+from megamoe_cuda import launcher
+from megamoe_cuda.aot import builds
+from megamoe_cuda.launcher import PHASES, TIMEOUT_RECORD, RankCall, _ArgumentBlock, read_timeout
+from megamoe_cuda.workspace_layout import kernel_workspace
+
+PROBLEM = MoEProblem(
+    hidden_size=512, intermediate_size=256, num_experts=8, top_k=2, num_max_tokens_per_rank=64, ep_size=2
+)
+POINTERS = (
+    "hidden_states", "hidden_scales", "topk_ids", "topk_weights", "w13_scale", "w2_scale", "out", "device_num_tokens",
+    "expert_counts", "gemm1_tap", "trace",
+)  # fmt: skip
+
+
+class RankArguments(ctypes.Structure):
+    """As in include/megamoe/symm/arguments.cuh; padded to the alignment of a tensor map."""
+
+    _fields_ = (
+        ("maps", ctypes.c_char * 512),
+        *((name, ctypes.c_uint64) for name in POINTERS),
+        ("num_tokens", ctypes.c_uint32),
+        ("topk_ids_are_int64", ctypes.c_uint32),
+        ("padding", ctypes.c_char * 32),
+    )
+
+
+class KernelArguments(ctypes.Structure):
+    _fields_ = (
+        ("workspaces", ctypes.c_uint64 * 2),
+        ("timeout_records", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("first_rank", ctypes.c_uint32),
+        ("padding", ctypes.c_char * 28),
+        ("ranks", RankArguments * 2),
+    )
+
+
+def call(**changes: int) -> RankCall:
+    values = {name: 0x1000 + index for index, name in enumerate(RankCall._fields)}
+    return RankCall(**(values | {"topk_ids_are_int64": True} | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def block(monkeypatch: pytest.MonkeyPatch) -> _ArgumentBlock:
+    """Of two virtual ranks. Tensor maps are the driver's: here their bytes name their address."""
+    monkeypatch.setattr(
+        launcher,
+        "byte_matrix_map",
+        lambda address, **sizes: f"{address} {sizes['num_rows']} {sizes['num_columns']}".encode().ljust(128, b"."),
+    )
+    kernel = next(builds(PROBLEM, virtual=True)).kernel
+    return _ArgumentBlock(kernel, kernel_workspace(kernel))
+
+
+def written(
+    block: _ArgumentBlock, *calls: RankCall, workspaces: tuple[int, int] = (7 << 20, 9 << 20)
+) -> KernelArguments:
+    block.write(workspaces, 0, calls, 0xABC, 2.5)
+    address = ctypes.cast(block.parameters, ctypes.POINTER(ctypes.c_uint64))[0]
+    assert len(block._buffer) == ctypes.sizeof(KernelArguments)
+    return KernelArguments.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(KernelArguments)))
+
+
+def test_every_field_is_where_the_kernel_reads_it(block: _ArgumentBlock) -> None:
+    calls = (call(), call(num_tokens=5, topk_ids_are_int64=0))
+    got = written(block, *calls)
+    assert list(got.workspaces) == [7 << 20, 9 << 20]
+    assert (got.timeout_records, got.timeout_ns, got.first_rank) == (0xABC, 2_500_000_000, 0)
+    for rank, expected in zip(got.ranks, calls, strict=True):
+        for name in (*POINTERS, "num_tokens", "topk_ids_are_int64"):
+            assert getattr(rank, name) == getattr(expected, name), name
+
+
+def test_maps_are_of_this_ranks_weights_and_ring(block: _ArgumentBlock) -> None:
+    ranks = written(block, call(w13=11, w2=12), call(w13=21, w2=22)).ranks
+    assert ranks[0].maps.startswith(b"11 2048 512.")  # 8 experts over 2 ranks, 2I = 512 rows each
+    layout = block._layout
+    for index, workspace in enumerate((7 << 20, 9 << 20)):
+        pool = f"{workspace + layout.offset('pool_payload')} ".encode()
+        assert bytes(ranks[index].maps)[256:].startswith(pool)
+
+
+def test_what_changes_is_rewritten(block: _ArgumentBlock) -> None:
+    written(block, call(), call())
+    got = written(block, call(out=99), call(w2=77))
+    assert got.ranks[0].out == 99
+    assert b"77 " in bytes(got.ranks[1].maps)
+    moved = written(block, call(), call(w2=77), workspaces=(7 << 20, 3 << 20))
+    assert list(moved.workspaces) == [7 << 20, 3 << 20]
+    assert f"{(3 << 20) + block._layout.offset('a2_payload')} ".encode() in bytes(moved.ranks[1].maps)
+
+
+def test_a_timeout_record_is_read_back() -> None:
+    assert read_timeout(bytes(TIMEOUT_RECORD.size)) is None
+    timeout = read_timeout(TIMEOUT_RECORD.pack(1, 3, 5, PHASES.index("combine"), 41, 5, 40, 41))
+    assert timeout is not None
+    assert (timeout.rank, timeout.peer, timeout.phase, timeout.epoch, timeout.index) == (3, 5, "combine", 41, 5)
