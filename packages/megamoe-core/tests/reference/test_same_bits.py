@@ -55,6 +55,16 @@ def test_a_row_alone_and_in_a_batch_of_a_thousand(mode) -> None:
             assert torch.equal(run_with_capacity_1(layer, row)[0], together[token])
 
 
+def test_sizes_that_no_vector_divides() -> None:
+    """Elementwise code may treat the last elements of a tensor in another way; they are never a row's own matter."""
+    layer = make_layer(num_tokens=50, hidden_size=41, intermediate_size=27, activation="swiglu_oai")
+    together = run(layer)
+    assert torch.equal(run(layer.over(4), config="tight"), together)
+    for token in range(0, 50, 7):
+        row = [tensor[token : token + 1] for tensor in layer.tokens(0)]
+        assert torch.equal(run_with_capacity_1(layer, row)[0], together[token])
+
+
 def run_with_capacity_1(layer, row):
     """A session for single tokens: smaller blocks."""
     alone = replace(layer, problem=replace(layer.problem, num_max_tokens_per_rank=1))

@@ -425,3 +425,33 @@ def test_statistics_say_what_each_stage_did() -> None:
     row_bytes = layer.problem.hidden_size + 16  # one FP32 scale, padded to 16 bytes
     assert sum(rank.stage_bytes["dispatch"] for rank in stats) == rows * row_bytes
     assert session.warmup() >= 0
+
+
+def test_the_callers_torch_settings_do_not_matter() -> None:
+    """Engines set a default dtype and device, and build or call in inference mode."""
+    layer = make_layer(quant="a4w4", ep_size=2)
+    session, weights = open_virtual(layer)
+    expected = session.forward(*layer.all_tokens(), weights)
+
+    def check(opened):
+        for got, want in zip(opened.forward(*layer.all_tokens(), weights), expected, strict=True):
+            assert torch.equal(got, want)
+
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            inside, _ = open_virtual(layer)
+            check(inside)
+            check(session)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check(inside)
+    check(session)
+
+
+def test_weights_of_another_device_are_refused() -> None:
+    layer = make_layer()
+    weights = layer.weights(0)
+    with pytest.raises(InputError, match="w2_weight is not on CPU"):
+        BACKEND.open(BACKEND.plan(layer.problem)).prepare(replace(weights, w2_weight=weights.w2_weight.to("meta")))

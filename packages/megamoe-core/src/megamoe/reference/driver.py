@@ -109,7 +109,8 @@ class Driver:
     def _drive(self, ranks: list[list[_Worker]]) -> None:
         try:
             torch.set_num_threads(1)
-            with torch.no_grad():
+            # As the caller's mode does not reach other threads, and memory may come from inference mode.
+            with torch.inference_mode():
                 self._step_all(ranks)
         except BaseException as error:  # an interrupt too: the other threads have to stop
             if self._failure is None:

@@ -40,7 +40,7 @@ def oracle(
     """
     x = hidden_states.float()
     activation = SwiGLU.of(problem)
-    y = torch.zeros(x.shape[0], problem.hidden_size)
+    y = torch.zeros(x.shape[0], problem.hidden_size, dtype=torch.float32, device=x.device)
     for rank, owned in enumerate(weights):
         reader = ExpertReader.of(problem, named_tensors(owned))
         for local_expert_idx in range(problem.num_local_experts):

@@ -81,6 +81,9 @@ class ReferenceSession(Session):
 
     def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
         """The same tensors, not copied: experts are dequantised one at a time, in each call."""
+        for name, tensor in weights.tensors():
+            if tensor.device.type != "cpu":
+                raise InputError(f"{name} is not on CPU", got=tensor.device, expected="CPU tensors")
         return PreparedWeights(
             backend=self.plan.backend,
             layout=self.weight_layout,
@@ -176,7 +179,7 @@ class ReferenceSession(Session):
                 expected=f"-1 to {problem.num_experts - 1}",
             )
         if out is None:
-            out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16)
+            out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device="cpu")
         out[valid:] = 0
         return RankArguments(
             hidden_states=self._in_format(hidden_states),
@@ -193,7 +196,6 @@ class ReferenceSession(Session):
             return Quantized(payload=payload, scales=scales, fmt=self._fmt)
         return hidden_states
 
-    @torch.no_grad()
     def _drive(self, arguments: Sequence[RankArguments], epoch: int) -> None:
         num_threads = torch.get_num_threads()
         cache = MatrixCache(2 * (num_threads + 1))  # w13 and w2 of an expert per thread, and of the next
@@ -259,7 +261,9 @@ class ReferenceSession(Session):
 
     def receive_counts(self) -> Any:
         """See `Session.receive_counts`."""
-        return self._result([torch.tensor(rank.counts, dtype=torch.int32).sum(0).int() for rank in self._executors])
+        return self._result(
+            [torch.tensor(rank.counts, dtype=torch.int32, device="cpu").sum(0).int() for rank in self._executors]
+        )
 
     def stats(self) -> Any:
         """See `Session.stats`. Seconds are summed over threads; bytes are those that the stage stored or handed on."""
@@ -349,7 +353,7 @@ def _open_ranked(plan: ReferencePlan, group: Group, *, owns_group: bool, timeout
     try:
         local, failure = _allocate(layout.local_bytes), ""
     except WorkspaceError as error:
-        local, failure = torch.empty(0), str(error)
+        local, failure = torch.empty(0, device="cpu"), str(error)
     reports = group.all_gather(digest + failure.encode(), timeout_s=timeout_s, phase="open")
     for rank, report in enumerate(reports):
         if report[: len(digest)] != digest:
@@ -371,7 +375,7 @@ def _open_ranked(plan: ReferencePlan, group: Group, *, owns_group: bool, timeout
 
 def _allocate(num_bytes: int) -> Tensor:
     try:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:  # torch's allocator
         raise WorkspaceError(
             f"can't allocate {num_bytes} bytes: {str(error).splitlines()[0]}", hint="plan a smaller capacity"

@@ -7,10 +7,10 @@ multiplied in tiles of a multiple of `ROW_TILE` rows, at most `MAX_ROWS`, on one
 row different bits in tiles of different height, every tile is padded to `MAX_ROWS`; `heights_agree` finds that out once
 per shape. MKL 2024.2 (torch 2.13, x86-64) agrees from 16 rows on, whatever the shape; for fewer rows it does not.
 
-Quantised modes multiply dequantised operands. Products of e4m3 or e2m1 values are exact in FP32, and FP32 addition
-stands for what hardware does: a8w8 kernels promote partial sums to FP32 registers every 128 of K and apply the two
-block scales there, MX kernels scale every 32 of K. The order of additions differs, so bits do; the bounds of
-docs/numerics.md cover it.
+Quantised modes multiply dequantised operands: payload times scale, in FP32, exact where the scale is a power of two.
+FP32 addition stands for what hardware does: a8w8 kernels multiply payloads, promote the sum to FP32 registers every 128
+of K and apply the two block scales there; MX kernels scale every 32 of K. The order of additions and of scaling
+differs, so bits do; the bounds of docs/numerics.md cover it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-ROW_TILE = 32
-MAX_ROWS = 128  # 85 to 90% of the speed of large products; the last tile of an expert pads 16 rows on average
+ROW_TILE = 16
+MAX_ROWS = 128  # 85 to 90% of the speed of large products; the last tile of an expert pads 8 rows on average
 
 
 @contextmanager
@@ -38,11 +39,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pad_rows(rows: Tensor, height: int = ROW_TILE) -> Tensor:
-    """`rows` `[m, ...]` followed by zero rows, up to the next multiple of `height`.
-
-    Elementwise functions are part of the promise: torch computes the last few elements of a tensor by scalar code whose
-    exp() differs in the last bit from the vector code's. A multiple of 32 rows has no such remainder.
-    """
+    """`rows` `[m, ...]` followed by zero rows, up to the next multiple of `height`."""
     missing = -rows.shape[0] % height
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
@@ -69,8 +66,9 @@ def heights_agree(num_columns: int, depth: int) -> bool:
     Takes about as long as multiplying 512 rows; the answer is kept.
     """
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(num_columns, depth, generator=generator)
-    rows = torch.randn(MAX_ROWS, depth, generator=generator)
+    options: Any = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    weight = torch.randn(num_columns, depth, **options)
+    rows = torch.randn(MAX_ROWS, depth, **options)
     with one_thread():
         full = rows @ weight.t()
         for height in range(ROW_TILE, MAX_ROWS, ROW_TILE):

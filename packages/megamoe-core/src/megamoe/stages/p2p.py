@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# torch stores rows element by element: by 8 bytes it takes a quarter of the time that it takes by single ones.
+_WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 def send_rows(wire: Tensor, picks: Tensor, combine: Tensor) -> None:
     """Store encoded rows into one home rank's combine region.
@@ -22,4 +25,5 @@ def send_rows(wire: Tensor, picks: Tensor, combine: Tensor) -> None:
     """
     top_k = combine.shape[0]
     token = torch.div(picks, top_k, rounding_mode="floor").long()
-    combine[(picks % top_k).long(), token] = wire
+    wide = next(dtype for dtype in _WIDE if wire.shape[1] % dtype.itemsize == 0)
+    combine.view(wide)[(picks % top_k).long(), token] = wire.view(wide)

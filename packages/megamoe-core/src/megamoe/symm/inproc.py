@@ -51,7 +51,7 @@ class InprocGroup(Group):
     def allocate(self, num_bytes: int, *, timeout_s: float) -> SymmetricBuffer:
         """See `Group.allocate`."""
         try:
-            own: Tensor | str = torch.zeros(num_bytes, dtype=torch.uint8)
+            own: Tensor | str = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # torch's allocator; the others must not wait for this rank
             own = str(error).splitlines()[0]
         ranks: list[Tensor] = []
