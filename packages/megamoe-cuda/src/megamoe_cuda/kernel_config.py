@@ -18,7 +18,7 @@ BLOCK_N = 256  # columns of a tile: 128 finished channels of GEMM1
 BLOCK_K = 128  # K of a stage: one activation scale, one weight scale, one promotion
 MAX_K = 64 * BLOCK_K  # a lane holds the weight scales of two K blocks
 MAX_RANKS = 32  # one lane signals one peer
-REGISTER_FILE = 65536  # registers of an SM
+REGISTERS_AT_ENTRY = 168  # per thread: 65536 / 384, rounded down to a multiple of 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class TileConfig:
         num_stages: shared-memory stages of 128 of K.
         producer_registers: registers per thread of the producer warpgroup; a multiple of 8.
         math_registers: the same of the math warpgroups.
+        pull_loads_in_flight: 16-byte loads that a dispatch lane issues before its first store; four registers each.
         weights_evict_first: stream weights past the L2 cache, for calls that read each weight about once.
     """
 
@@ -39,14 +40,16 @@ class TileConfig:
     num_stages: int
     producer_registers: int
     math_registers: int
+    pull_loads_in_flight: int = 4
     weights_evict_first: bool = False
 
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128):
             raise ConfigError("the SM90 kernel has no such tile height", got=self.block_m, expected="64 or 128")
         num_registers = 128 * self.producer_registers + 256 * self.math_registers
-        if num_registers > REGISTER_FILE:
-            raise ConfigError("the warpgroups' registers exceed the SM's", got=num_registers, expected=REGISTER_FILE)
+        available = REGISTERS_AT_ENTRY * NUM_THREADS
+        if num_registers > available:  # the last warpgroup would wait for its registers for ever
+            raise ConfigError("the warpgroups' registers exceed the CTA's", got=num_registers, expected=available)
 
     @property
     def split_m(self) -> bool:
@@ -68,6 +71,7 @@ class KernelConfig:
         ring: blocks of this tile height: ring size, lag, most blocks of a call.
         session_rings: the rings of all kernels that share the workspace, `ring` among them.
         tap_gemm1: also store GEMM1's accumulators, for tests.
+        trace: also store time stamps of the phases.
 
     Raises:
         ConfigError: a value that the kernel does not take.
@@ -88,6 +92,7 @@ class KernelConfig:
     activation: Activation = Activation.SWIGLU
     swiglu_limit: float | None = None
     tap_gemm1: bool = False
+    trace: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size"):

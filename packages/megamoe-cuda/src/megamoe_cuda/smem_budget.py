@@ -12,6 +12,7 @@ MAX_DYNAMIC_BYTES = 232448  # 227 KiB, CUDA C++ programming guide, compute capab
 FLOAT_BYTES = 4
 WORD_BYTES = 4
 BARRIER_BYTES = 8
+FACTS_BYTES = 8  # CtaFacts of symm/cta.cuh
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
 SCALES_ALIGNMENT = 128
 
@@ -30,6 +31,8 @@ class SharedMemory:
     exchange: int
     barriers: int
     result: int
+    gave_up: int
+    facts: int
     pool_plan: int
     pool_plan_bytes: int
     num_bytes: int
@@ -53,7 +56,9 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
     barriers = exchange + 2 * 2 * tile.block_m * FLOAT_BYTES  # two buffers, two warpgroups
     result = barriers + 2 * tile.num_stages * BARRIER_BYTES
-    pool_plan = result + BARRIER_BYTES
+    gave_up = result + WORD_BYTES
+    facts = gave_up + WORD_BYTES
+    pool_plan = facts + FACTS_BYTES
     pool_plan_bytes = _pool_plan_bytes(config)
     num_bytes = pool_plan + pool_plan_bytes
     if num_bytes > MAX_DYNAMIC_BYTES:
@@ -74,6 +79,8 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         exchange=exchange,
         barriers=barriers,
         result=result,
+        gave_up=gave_up,
+        facts=facts,
         pool_plan=pool_plan,
         pool_plan_bytes=pool_plan_bytes,
         num_bytes=num_bytes,

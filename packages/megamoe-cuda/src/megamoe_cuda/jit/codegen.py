@@ -84,6 +84,7 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "MathWarps": NUM_MATH_WARPS,
         "ProducerRegisters": tile.producer_registers,
         "MathRegisters": tile.math_registers,
+        "PullLoadsInFlight": tile.pull_loads_in_flight,
         "BlockM": tile.block_m,
         "BlockN": BLOCK_N,
         "NumStages": tile.num_stages,
@@ -113,6 +114,8 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "SmemExchange": memory.exchange,
         "SmemBarriers": memory.barriers,
         "SmemResult": memory.result,
+        "SmemGaveUp": memory.gave_up,
+        "SmemFacts": memory.facts,
         "SmemPoolPlan": memory.pool_plan,
         "PoolPlanBytes": memory.pool_plan_bytes,
     }
@@ -126,6 +129,7 @@ def _booleans(config: KernelConfig) -> dict[str, bool]:
         "WeightsEvictFirst": config.tile.weights_evict_first,
         "HasLimit": config.swiglu_limit is not None,
         "TapGemm1": config.tap_gemm1,
+        "Trace": config.trace,
     }
 
 

@@ -13,6 +13,7 @@
 #include "megamoe/roles/math.cuh"
 #include "megamoe/roles/route.cuh"
 #include "megamoe/roles/stage.cuh"
+#include "megamoe/symm/trace.cuh"
 
 namespace megamoe {
 
@@ -20,6 +21,7 @@ __device__ __forceinline__ void exchange_routes(const Cta& cta, uint8_t* shared)
     clear_next_counters(cta);
     stage_input(cta);
     route_picks(cta, *reinterpret_cast<RouteScratch*>(shared));
+    trace(cta, TracePoint::kRouted, threadIdx.x == 0);
     publish_counts(cta);
 }
 
@@ -36,9 +38,9 @@ __device__ __forceinline__ void plan_pool(const Cta& cta, PoolPlan& plan) {
     // The loaders' bulk copies overwrite what routing left in shared memory.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    if (cta.own.expert_counts == nullptr || cta.index != 0) return;
+    if (cta.own().expert_counts == nullptr || cta.index != 0) return;
     for (uint32_t expert = threadIdx.x; expert < cfg::kNumLocalExperts; expert += blockDim.x) {
-        cta.own.expert_counts[expert] = plan.expert_rows(expert);
+        cta.own().expert_counts[expert] = plan.expert_rows(expert);
     }
 }
 
@@ -49,6 +51,7 @@ __device__ __forceinline__ void producer_role(const Cta& cta, const PoolPlan& pl
         if (lane_id() == 0) activation_loader(cta, plan, ring);
     } else {
         dispatch_role(cta, plan, warp - 2);
+        trace(cta, TracePoint::kPulled, warp == 2 && lane_id() == 0);
     }
 }
 
@@ -60,10 +63,16 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     extern __shared__ __align__(1024) uint8_t shared[];
     const Ring ring{ptx::shared_address(shared)};
     auto& plan = *reinterpret_cast<PoolPlan*>(shared + cfg::kSmemPoolPlan);
-    if (threadIdx.x == 0) ring.initialize();
-    const Cta cta = identify_cta(arguments);
+    if (threadIdx.x == 0) {
+        ring.initialize();
+        identify_cta(arguments, ring.facts());
+    }
+    __syncthreads();
+    const Cta cta = recall_cta(arguments, ring.facts());
+    trace(cta, TracePoint::kStarted, threadIdx.x == 0);
     exchange_routes(cta, shared);
     plan_pool(cta, plan);
+    trace(cta, TracePoint::kPlanned, threadIdx.x == 0);
 
     const uint32_t warp = warp_id();
     if (warp < cfg::kProducerWarps) {
@@ -71,12 +80,6 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
         producer_role(cta, plan, ring, warp);
     } else {
         ptx::claim_registers_to<cfg::kMathRegisters>();
-        const uint32_t math_warp = warp - cfg::kProducerWarps;
-        const MathScratch scratch{
-            ring.base + cfg::kSmemStaging + math_warp * cfg::kStagingWarpBytes,
-            reinterpret_cast<uint32_t*>(shared + cfg::kSmemExchange),
-            reinterpret_cast<uint32_t*>(shared + cfg::kSmemResult),
-        };
-        math_role(cta, plan, ring, math_warp, scratch);
+        math_role(arguments, plan, ring);
     }
 }

@@ -32,10 +32,15 @@ struct MathThread {
     uint32_t first_row;  // of its warp's 16 rows, in the block
     uint32_t quad;       // lane % 4: columns 8 j + 2 quad + {0, 1}
 
-    __device__ __forceinline__ explicit MathThread(uint32_t warp_in_math)
-        : warpgroup(warp_in_math / 4),
-          warp(warp_in_math % 4),
-          lane(lane_id()),
+    __device__ __forceinline__ static MathThread identify() {
+        uint32_t thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // volatile: recomputed, not kept over the main loop
+        return MathThread(thread - cfg::kProducerWarps * kWarpSize);
+    }
+    __device__ __forceinline__ explicit MathThread(uint32_t math_thread)
+        : warpgroup(__shfl_sync(kFullMask, math_thread / (4 * kWarpSize), 0)),
+          warp(__shfl_sync(kFullMask, math_thread / kWarpSize % 4, 0)),
+          lane(math_thread % kWarpSize),
           first_row((cfg::kSplitM ? warpgroup * 64 : 0) + warp * 16),
           quad(lane % 4) {}
 
@@ -63,13 +68,13 @@ struct WeightScales {
         const float* scales;
         if (tile.is_gemm2) {
             constexpr uint32_t kRows = cfg::kHiddenSize / 128;
-            scales = cta.own.w2_scale + static_cast<uint64_t>(tile.expert) * kRows * cfg::kGemm2KBlocks;
+            scales = cta.own().w2_scale + static_cast<uint64_t>(tile.expert) * kRows * cfg::kGemm2KBlocks;
             const uint32_t first = tile.n_tile * 2 + (cfg::kSplitM ? 0 : thread.warpgroup);
             rows[0] = min(first, kRows - 1);
             rows[1] = min(first + (cfg::kSplitM ? 1 : 0), kRows - 1);
         } else {
             constexpr uint32_t kRows = 2 * cfg::kIntermediateSize / 128;
-            scales = cta.own.w13_scale + static_cast<uint64_t>(tile.expert) * kRows * cfg::kGemm1KBlocks;
+            scales = cta.own().w13_scale + static_cast<uint64_t>(tile.expert) * kRows * cfg::kGemm1KBlocks;
             rows[0] = tile.n_tile;
             rows[1] = cfg::kIntermediateSize / 128 + tile.n_tile;
         }
@@ -99,33 +104,32 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&product)
 }
 
 struct MainLoop {
-    const Watchdog& watchdog;
     const Ring& ring;
-    const MathThread& thread;
+    bool is_first_lane;
     uint64_t a_descriptor;  // of stage 0
     uint64_t b_descriptor;
     uint32_t row_scale_address;
     RingPosition position;
     bool alive = true;  // false once a wait was aborted; from then on nothing is waited for
 
-    __device__ __forceinline__ MainLoop(const Watchdog& watchdog_, const Ring& ring_, const MathThread& thread_)
-        : watchdog(watchdog_),
-          ring(ring_),
-          thread(thread_),
+    __device__ __forceinline__ MainLoop(const Ring& ring_, const MathThread& thread_)
+        : ring(ring_),
+          is_first_lane(thread_.lane == 0),
           a_descriptor(ptx::wgmma_descriptor(ring_.activations(0) +
                                              (cfg::kSplitM ? thread_.warpgroup * 64 * ptx::kSwizzleBytes : 0))),
           b_descriptor(
               ptx::wgmma_descriptor(ring_.weights(0) + (cfg::kSplitM ? 0 : thread_.warpgroup * kHalfBytes))),
           row_scale_address(ring_.scales(0) + 4 * thread_.row()) {}
 
+    // The loaders keep the time and say when they gave up: the math warps have no registers to spare for a watchdog.
     __device__ __forceinline__ void await_full(uint32_t stage) {
-        if (alive) alive = wait_mbarrier(watchdog, ring.full(stage), position.phase);
+        while (alive && !ptx::mbarrier_try_wait(ring.full(stage), position.phase)) alive = !ring.gave_up();
     }
 
     // The warp has read all it needs of the stage.
     __device__ __forceinline__ void release(uint32_t stage) {
         __syncwarp();
-        if (thread.lane == 0) ptx::mbarrier_arrive(ring.empty(stage));
+        if (is_first_lane) ptx::mbarrier_arrive(ring.empty(stage));
     }
 
     __device__ __forceinline__ float load_row_scale(uint32_t stage, uint32_t row_offset) const {

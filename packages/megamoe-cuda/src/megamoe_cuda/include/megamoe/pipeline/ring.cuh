@@ -30,6 +30,18 @@ struct Ring {
         return base + cfg::kSmemBarriers + 8 * (cfg::kNumStages + stage);
     }
 
+    __device__ __forceinline__ uint32_t facts() const { return base + cfg::kSmemFacts; }  // CtaFacts
+
+    // Set by a loader that leaves because of an abort: its stages will never be full.
+    __device__ __forceinline__ void give_up() const {
+        asm volatile("st.volatile.shared.u32 [%0], 1;" ::"r"(base + cfg::kSmemGaveUp) : "memory");
+    }
+    __device__ __forceinline__ bool gave_up() const {
+        uint32_t flag;
+        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(flag) : "r"(base + cfg::kSmemGaveUp) : "memory");
+        return flag != 0;
+    }
+
     // One thread; __syncthreads() follows.
     __device__ __forceinline__ void initialize() const {
         for (uint32_t stage = 0; stage < cfg::kNumStages; ++stage) {
@@ -37,6 +49,7 @@ struct Ring {
             ptx::mbarrier_init(empty(stage), cfg::kMathWarps);
         }
         ptx::fence_mbarrier_init();
+        asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(base + cfg::kSmemGaveUp) : "memory");
     }
 };
 

@@ -16,10 +16,10 @@ constexpr uint32_t kCombineColumns = kWarpSize * 8;  // columns of a warp's item
 //   Arrives   all CTAs at Join::kFinished, one thread after a barrier of the math threads; CTA 0 waits and signals.
 //   Signal    rank_finished[this rank] at the home rank := epoch, st.release.sys. One writer per word.
 //   Also      CTA 0 raises the epoch for the next call: by then every CTA of the rank has read it.
-__device__ __forceinline__ bool finish(const Cta& cta, uint32_t warp, uint32_t* shared_result) {
+__device__ __forceinline__ bool finish(const Cta& cta, uint32_t warp, uint32_t result_address) {
     ptx::named_barrier_sync(kMathBarrier, kMathThreads);
     if (warp == 0) {
-        bool done = !cta.watchdog.aborted();  // a CTA that skipped stores must not say that it is done
+        bool done = !cta.watchdog().aborted();  // a CTA that skipped stores must not say that it is done
         if (done && lane_id() == 0) {
             ptx::fence_acq_rel_sys();  // this CTA's rows went to peers
             arrive(cta, Join::kFinished);
@@ -34,14 +34,19 @@ __device__ __forceinline__ bool finish(const Cta& cta, uint32_t warp, uint32_t* 
         }
         for (uint32_t owner = lane_id(); done && owner < cfg::kNumRanks; owner += kWarpSize) {
             const uint32_t* flag = cta.workspace.rank_finished(owner);
-            done = wait_until(cta.watchdog, Phase::kCombine, owner, owner, cta.epoch,
+            done = wait_until(cta.watchdog(), Phase::kCombine, owner, owner, cta.epoch,
                               [=] { return ptx::ld_acquire_sys(flag); });
         }
         done = __all_sync(kFullMask, done);
-        if (lane_id() == 0) *shared_result = done;
+        if (lane_id() == 0) {
+            asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(result_address), "r"(static_cast<uint32_t>(done))
+                         : "memory");
+        }
     }
     ptx::named_barrier_sync(kMathBarrier, kMathThreads);
-    return *shared_result != 0;
+    uint32_t result;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(result) : "r"(result_address) : "memory");
+    return result != 0;
 }
 
 // Bit k: slot k of the token has an expert.
@@ -84,7 +89,7 @@ struct TransportedColumns {
 };
 
 __device__ __forceinline__ uint4* out_columns(const Cta& cta, uint32_t token, uint32_t column) {
-    auto* out = static_cast<uint16_t*>(cta.own.out);
+    auto* out = static_cast<uint16_t*>(cta.own().out);
     return reinterpret_cast<uint4*>(out + static_cast<uint64_t>(token) * cfg::kHiddenSize + column);
 }
 

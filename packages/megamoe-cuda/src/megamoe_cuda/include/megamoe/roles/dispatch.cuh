@@ -1,7 +1,7 @@
 // Dispatch: pulls the rows that this rank's experts were picked for into the ring of blocks.
 //
 // Worker w of W pulls rows w, w + W, ... of the pool. A warp looks up 32 of its rows at a time, one per lane, then copies
-// row after row: 16 bytes a lane, kLoadsInFlight loads before the first store.
+// row after row: 16 bytes a lane, kPullLoadsInFlight loads before the first store.
 //
 //   Waits     block_retired[b - ring] before it writes a row of block b: covers the slot's rows, meta and A2
 //             (schedule/persistent.py says why)
@@ -11,8 +11,6 @@
 #include "megamoe/schedule/units.cuh"
 
 namespace megamoe {
-
-constexpr uint32_t kLoadsInFlight = 4;  // 2 KiB per warp; eight would need more registers than producers keep
 
 struct PoolRow {
     uint32_t block;
@@ -48,15 +46,15 @@ __device__ __forceinline__ PoolRow broadcast(const PoolRow& row, uint32_t lane) 
 __device__ __forceinline__ void copy_payload(const uint8_t* source, uint8_t* destination) {
     constexpr uint32_t kStride = kWarpSize * 16;
 #pragma unroll 1
-    for (uint32_t first = lane_id() * 16; first < cfg::kHiddenSize; first += kLoadsInFlight * kStride) {
-        uint4 v[kLoadsInFlight];
+    for (uint32_t first = lane_id() * 16; first < cfg::kHiddenSize; first += cfg::kPullLoadsInFlight * kStride) {
+        uint4 v[cfg::kPullLoadsInFlight];
 #pragma unroll
-        for (uint32_t i = 0; i < kLoadsInFlight; ++i) {
+        for (uint32_t i = 0; i < cfg::kPullLoadsInFlight; ++i) {
             const uint32_t column = first + i * kStride;
             if (column < cfg::kHiddenSize) v[i] = ptx::ld_l2(reinterpret_cast<const uint4*>(source + column));
         }
 #pragma unroll
-        for (uint32_t i = 0; i < kLoadsInFlight; ++i) {
+        for (uint32_t i = 0; i < cfg::kPullLoadsInFlight; ++i) {
             const uint32_t column = first + i * kStride;
             if (column < cfg::kHiddenSize) *reinterpret_cast<uint4*>(destination + column) = v[i];
         }
@@ -86,7 +84,7 @@ __device__ __forceinline__ bool await_ring_slot(const Cta& cta, uint32_t block) 
     if (!cfg::kRingWraps || block < cfg::kRingBlocks) return true;
     const uint32_t previous = block - cfg::kRingBlocks;
     const uint32_t* retired = cta.workspace.block_retired(cta.epoch) + previous;
-    return wait_until(cta.watchdog, Phase::kDispatch, cta.rank, previous, cfg::kGemm2Arrivals,
+    return wait_until(cta.watchdog(), Phase::kDispatch, cta.rank, previous, cfg::kGemm2Arrivals,
                       [=] { return ptx::ld_acquire_gpu(retired); });
 }
 

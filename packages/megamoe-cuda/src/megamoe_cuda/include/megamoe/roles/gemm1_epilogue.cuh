@@ -38,17 +38,21 @@ __device__ __forceinline__ uint32_t row_amax_bits(const Accumulators& sums, int 
 
 // The other warpgroup's amax of the same rows. `exchange` [2 buffers][2 warpgroups][kBlockM] alternates by tile, so one
 // barrier of all math threads per tile is enough: a buffer is written again only after the barrier of the tile between.
-__device__ __forceinline__ void exchange_amax(uint32_t* exchange, const MathThread& thread, uint32_t buffer,
+__device__ __forceinline__ void exchange_amax(uint32_t exchange, const MathThread& thread, uint32_t buffer,
                                               uint32_t (&amax_bits)[2]) {
-    uint32_t* rows = exchange + buffer * 2 * cfg::kBlockM;
+    const uint32_t rows = exchange + 4 * (buffer * 2 * cfg::kBlockM + thread.row());
+    const uint32_t own = rows + 4 * thread.warpgroup * cfg::kBlockM;
+    const uint32_t other = rows + 4 * (thread.warpgroup ^ 1) * cfg::kBlockM;
     if (thread.quad == 0) {
-        rows[thread.warpgroup * cfg::kBlockM + thread.row()] = amax_bits[0];
-        rows[thread.warpgroup * cfg::kBlockM + thread.row() + 8] = amax_bits[1];
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(own), "r"(amax_bits[0]) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(own + 4 * 8), "r"(amax_bits[1]) : "memory");
     }
     ptx::named_barrier_sync(kMathBarrier, kMathThreads);
-    const uint32_t* others = rows + (thread.warpgroup ^ 1) * cfg::kBlockM + thread.row();
+    uint32_t others[2];
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(others[0]) : "r"(other) : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(others[1]) : "r"(other + 4 * 8) : "memory");
     amax_bits[0] = max(amax_bits[0], others[0]);
-    amax_bits[1] = max(amax_bits[1], others[8]);
+    amax_bits[1] = max(amax_bits[1], others[1]);
 }
 
 __device__ __forceinline__ void store_a2_row(const Cta& cta, const MathThread& thread, const Tile& tile,
@@ -91,13 +95,13 @@ __device__ __forceinline__ void tap_accumulators(const Cta& cta, const PoolPlan&
             const uint32_t column =
                 tile.n_tile * cfg::kBlockN + thread.column(half) + 8 * (i >> 2) + 2 * thread.quad + (i & 1);
             if (row >= tile.num_rows) continue;
-            cta.own.gemm1_tap[static_cast<uint64_t>(first_row + row) * (2 * cfg::kIntermediateSize) + column] =
+            cta.own().gemm1_tap[static_cast<uint64_t>(first_row + row) * (2 * cfg::kIntermediateSize) + column] =
                 sums.values[half][i];
         }
 }
 
 __device__ __forceinline__ void gemm1_epilogue(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
-                                               const Tile& tile, Accumulators& sums, uint32_t* exchange,
+                                               const Tile& tile, Accumulators& sums, uint32_t exchange,
                                                uint32_t buffer, bool alive) {
     if constexpr (cfg::kTapGemm1) {
         if (alive) tap_accumulators(cta, plan, thread, tile, sums);

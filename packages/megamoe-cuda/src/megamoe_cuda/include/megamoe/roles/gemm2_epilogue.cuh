@@ -14,25 +14,38 @@ namespace megamoe {
 constexpr uint32_t kStagedRowBytes = 128;
 constexpr uint32_t kLaneBytes = 16;
 
-// The home of the warp's 16 rows: lane r holds row r's (lanes from 16 on hold nothing).
-struct RowHomes {
-    PoolMeta meta;
-    bool valid;
-
-    // Issued before the main loop, so that the loads are long done when the epilogue needs them.
-    __device__ __forceinline__ void load(const Cta& cta, const MathThread& thread, const Tile& tile) {
-        const uint32_t row = thread.first_row + thread.lane;
-        valid = thread.lane < 16 && row < tile.num_rows;
-        meta = PoolMeta{};
-        if (!valid) return;
-        const auto* source = cta.workspace.pool_meta(tile.ring_slot * cfg::kBlockM + row);
-        const uint4 words = ptx::ld_l2(reinterpret_cast<const uint4*>(source));
-        meta = PoolMeta{words.x, words.y, __uint_as_float(words.z), 0};
+// Asks for the meta of the warp's 16 rows, before the main loop: it lies in the staging lines when the epilogue comes,
+// and costs no register meanwhile.
+__device__ __forceinline__ void fetch_row_meta(const Cta& cta, const MathThread& thread, const Tile& tile,
+                                               uint32_t staging) {
+    if (thread.lane < 16) {
+        const auto* meta = cta.workspace.pool_meta(tile.ring_slot * cfg::kBlockM + thread.first_row + thread.lane);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                         staging + thread.lane * static_cast<uint32_t>(sizeof(PoolMeta))),
+                     "l"(meta)
+                     : "memory");
     }
+}
 
-    __device__ __forceinline__ uint8_t* combine_row(const Cta& cta, bool alive) const {
-        if (!valid || !alive) return nullptr;
-        return cta.peer(meta.src_rank).combine_row(meta.token_slot % cfg::kTopK, meta.token_slot / cfg::kTopK);
+// The home of a row of the warp: lane r holds row r's (lanes from 16 on hold nothing).
+struct RowHome {
+    uint8_t* combine_row;  // null: padding, or an aborted call
+    float weight;
+
+    __device__ __forceinline__ static RowHome await(const Cta& cta, const MathThread& thread, const Tile& tile,
+                                                    uint32_t staging, bool alive) {
+        asm volatile("cp.async.wait_all;" ::: "memory");  // each lane reads what it fetched itself
+        RowHome home{nullptr, 0.f};
+        if (alive && thread.lane < 16 && thread.first_row + thread.lane < tile.num_rows) {
+            uint32_t src_rank, token_slot;
+            asm volatile("{ .reg .b32 unused; ld.shared.v4.b32 {%0, %1, %2, unused}, [%3]; }"
+                         : "=r"(src_rank), "=r"(token_slot), "=f"(home.weight)
+                         : "r"(staging + thread.lane * static_cast<uint32_t>(sizeof(PoolMeta)))
+                         : "memory");
+            home.combine_row = cta.peer(src_rank).combine_row(token_slot % cfg::kTopK, token_slot / cfg::kTopK);
+        }
+        __syncwarp();
+        return home;
     }
 };
 
@@ -129,13 +142,13 @@ __device__ __forceinline__ void send_half_bf16(float (&values)[64], const float 
 }
 
 __device__ __forceinline__ void send_half_fp8(float (&values)[64], const float (&weight)[2], uint8_t* const (&rows)[4],
-                                              uint8_t* own_row, uint32_t column, uint32_t staging,
+                                              uint8_t* home_row, uint32_t column, uint32_t staging,
                                               const MathThread& thread) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const uint32_t scales = scale_mx_blocks(values, h, weight[h]);
         stage_fp8(staging, values, h, thread);
-        uint8_t* row = shuffle_pointer(own_row, thread.lane / 4 + 8 * h);
+        uint8_t* row = shuffle_pointer(home_row, thread.lane / 4 + 8 * h);
         if (row != nullptr && thread.quad == 0) {
             *reinterpret_cast<uint32_t*>(row + cfg::kHiddenSize + column / kMxBlock) = scales;
         }
@@ -144,14 +157,13 @@ __device__ __forceinline__ void send_half_fp8(float (&values)[64], const float (
 }
 
 __device__ __forceinline__ void gemm2_epilogue(const Cta& cta, const MathThread& thread, const Tile& tile,
-                                               Accumulators& sums, const RowHomes& homes, uint32_t staging,
-                                               bool alive) {
-    const float weight[2] = {__shfl_sync(kFullMask, homes.meta.weight, thread.lane / 4),
-                             __shfl_sync(kFullMask, homes.meta.weight, thread.lane / 4 + 8)};
-    uint8_t* own_row = homes.combine_row(cta, alive);
+                                               Accumulators& sums, uint32_t staging, bool alive) {
+    const RowHome home = RowHome::await(cta, thread, tile, staging, alive);
+    const float weight[2] = {__shfl_sync(kFullMask, home.weight, thread.lane / 4),
+                             __shfl_sync(kFullMask, home.weight, thread.lane / 4 + 8)};
     uint8_t* rows[4];
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) rows[i] = shuffle_pointer(own_row, 4 * i + thread.lane / 8);
+    for (uint32_t i = 0; i < 4; ++i) rows[i] = shuffle_pointer(home.combine_row, 4 * i + thread.lane / 8);
 #pragma unroll
     for (uint32_t half = 0; half < kHalves; ++half) {
         const uint32_t column = tile.n_tile * cfg::kBlockN + thread.column(half);
@@ -159,7 +171,7 @@ __device__ __forceinline__ void gemm2_epilogue(const Cta& cta, const MathThread&
         if constexpr (cfg::kTransport == Transport::kBf16) {
             send_half_bf16(sums.values[half], weight, rows, column, staging, thread);
         } else {
-            send_half_fp8(sums.values[half], weight, rows, own_row, column, staging, thread);
+            send_half_fp8(sums.values[half], weight, rows, home.combine_row, column, staging, thread);
         }
     }
     if constexpr (cfg::kRingWraps) publish_tile(thread, cta.workspace.block_retired(cta.epoch) + tile.block, alive);

@@ -1,62 +1,94 @@
 // The math warpgroups: this CTA's tiles in order, then finish and combine.
+//
+// A math thread holds up to 128 sums and a temporary of 64 in its 240 registers. So little else may live while it
+// multiplies: who the CTA and the thread are is recalled for each epilogue.
 #pragma once
 
 #include "megamoe/roles/combine.cuh"
+#include "megamoe/symm/trace.cuh"
 
 namespace megamoe {
 
 // Shared memory of the math warps besides the ring.
-struct MathScratch {
-    uint32_t staging;     // shared address of this warp's staging lines
-    uint32_t* exchange;   // amax exchange of the two warpgroups
-    uint32_t* result;     // one word: how `finish` ended
-};
-
-__device__ __forceinline__ void run_tile(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
-                                         const Tile& tile, const WeightScales& weight_scales, MainLoop& loop,
-                                         Accumulators& sums, RowHomes& homes) {
-    loop.await_full(loop.position.stage);  // what the loader waited for is visible: the block's meta too
-    if (tile.is_gemm2) homes.load(cta, thread, tile);
-    loop.multiply(tile, weight_scales, sums);
+__device__ __forceinline__ uint32_t staging_lines(const Ring& ring, const MathThread& thread) {
+    return ring.base + cfg::kSmemStaging + (thread.warpgroup * 4 + thread.warp) * cfg::kStagingWarpBytes;
 }
 
-__device__ __forceinline__ void math_role(const Cta& cta, const PoolPlan& plan, const Ring& ring, uint32_t warp,
-                                          const MathScratch& scratch) {
-    const MathThread thread(warp);
-    MainLoop loop(cta.watchdog, ring, thread);
+__device__ __forceinline__ void start_tile(const KernelArguments& arguments, const Ring& ring, const Tile& tile,
+                                           MainLoop& loop) {
+    if (!tile.is_gemm2) return;
+    loop.await_full(loop.position.stage);  // what the loader waited for is visible: the block's meta too
+    const MathThread thread = MathThread::identify();
+    fetch_row_meta(recall_cta(arguments, ring.facts()), thread, tile, staging_lines(ring, thread));
+}
+
+__device__ __forceinline__ void end_tile(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
+                                         const Tile& tile, Accumulators& sums, uint32_t buffer, bool alive) {
+    const Cta cta = recall_cta(arguments, ring.facts());
+    const MathThread thread = MathThread::identify();
+    if (tile.is_gemm2) {
+        gemm2_epilogue(cta, thread, tile, sums, staging_lines(ring, thread), alive);
+    } else {
+        gemm1_epilogue(cta, plan, thread, tile, sums, ring.base + cfg::kSmemExchange, buffer, alive);
+    }
+}
+
+// Whether the warpgroup has nothing to multiply: with split M, the second one's rows may all be padding.
+__device__ __forceinline__ bool has_only_padding(const Tile& tile) {
+    return cfg::kSplitM && MathThread::identify().warpgroup == 1 && tile.num_rows <= 64;
+}
+
+// Keeps the ring and the flags in step without a multiplication.
+__device__ __forceinline__ void skip_tile(const KernelArguments& arguments, const Ring& ring, const Tile& tile,
+                                          MainLoop& loop) {
+    loop.skip(tile);
+    const Cta cta = recall_cta(arguments, ring.facts());
+    uint32_t* flag = tile.is_gemm2 ? cta.workspace.block_retired(cta.epoch) : cta.workspace.a2_written(cta.epoch);
+    publish_tile(MathThread::identify(), flag + tile.block, loop.alive);
+}
+
+__device__ __forceinline__ void math_role(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring) {
+    MainLoop loop(ring, MathThread::identify());
     const uint32_t units = num_units(plan.num_blocks());
+    uint32_t unit = recall_cta(arguments, ring.facts()).index;
     uint32_t buffer = 0;
     WeightScales weight_scales{};
     Tile tile{};
-    if (cta.index < units) {
-        tile = tile_at(cta.index, plan);
-        weight_scales.load(cta, thread, tile);
-    }
+    const auto prepare_tile = [&] {
+        tile = tile_at(unit, plan);
+        weight_scales.load(recall_cta(arguments, ring.facts()), MathThread::identify(), tile);
+    };
+    if (unit < units) prepare_tile();
     // What follows the last tile stands inside the loop: code after it made ptxas drop the 240-register budget and
     // spill (2.5 times slower).
 #pragma unroll 1
-    for (uint32_t unit = cta.index;; unit += cfg::kCtasPerRank) {
+    for (;;) {
         if (unit >= units) {
-            const bool finished = finish(cta, warp, scratch.result);
+            const Cta cta = recall_cta(arguments, ring.facts());
+            const MathThread thread = MathThread::identify();
+            const uint32_t warp = thread.warpgroup * 4 + thread.warp;
+            const bool is_speaker = warp == 0 && thread.lane == 0;
+            trace(cta, TracePoint::kMultiplied, is_speaker);
+            const bool finished = finish(cta, warp, ring.base + cfg::kSmemResult);
+            trace(cta, TracePoint::kFinished, is_speaker);
             combine_role(cta, warp, finished && loop.alive);
+            trace(cta, TracePoint::kCombined, is_speaker);
             break;
         }
         const Tile current = tile;
+        if (has_only_padding(current)) {
+            skip_tile(arguments, ring, current, loop);
+            unit += cfg::kCtasPerRank;
+            if (unit < units) prepare_tile();
+            continue;
+        }
         Accumulators sums;
-        RowHomes homes{};
-        const bool has_rows = !cfg::kSplitM || thread.warpgroup == 0 || current.num_rows > 64;
-        if (has_rows) run_tile(cta, plan, thread, current, weight_scales, loop, sums, homes);
-        else loop.skip(current);
-        if (unit + cfg::kCtasPerRank < units) {  // the next tile's scales arrive during this epilogue
-            tile = tile_at(unit + cfg::kCtasPerRank, plan);
-            weight_scales.load(cta, thread, tile);
-        }
-        if (current.is_gemm2) {
-            gemm2_epilogue(cta, thread, current, sums, homes, scratch.staging, loop.alive);
-        } else {
-            gemm1_epilogue(cta, plan, thread, current, sums, scratch.exchange, buffer, loop.alive);
-            buffer ^= 1;
-        }
+        start_tile(arguments, ring, current, loop);
+        loop.multiply(current, weight_scales, sums);
+        unit += cfg::kCtasPerRank;
+        if (unit < units) prepare_tile();  // the next tile's scales arrive during this epilogue
+        end_tile(arguments, plan, ring, current, sums, buffer, loop.alive);
+        buffer ^= 1;
     }
 }
 

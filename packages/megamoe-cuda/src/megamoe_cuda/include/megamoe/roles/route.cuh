@@ -39,8 +39,8 @@ __device__ __forceinline__ PickRange router_share(const Cta& cta, uint32_t route
 
 // The expert of a pick; kNoExpert for -1 and for ids outside [-1, E), which `is_dropped` tells apart.
 __device__ __forceinline__ uint32_t expert_of_pick(const Cta& cta, uint32_t pick, bool& is_dropped) {
-    const int64_t id = cta.own.topk_ids_are_int64 ? __ldg(static_cast<const int64_t*>(cta.own.topk_ids) + pick)
-                                                  : __ldg(static_cast<const int32_t*>(cta.own.topk_ids) + pick);
+    const int64_t id = cta.own().topk_ids_are_int64 ? __ldg(static_cast<const int64_t*>(cta.own().topk_ids) + pick)
+                                                  : __ldg(static_cast<const int32_t*>(cta.own().topk_ids) + pick);
     const bool valid = id >= 0 && id < static_cast<int64_t>(cfg::kNumExperts);
     is_dropped = !valid && id != -1;
     return valid ? static_cast<uint32_t>(id) : kNoExpert;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void push_entries(const Cta& cta, RouteScratch& scrat
         const uint32_t owner = expert / cfg::kNumLocalExperts;
         const uint32_t position =
             scratch.begin[owner][expert % cfg::kNumLocalExperts] + atomicAdd(&scratch.counts[expert], 1u);
-        cta.peer(owner).route_entries(cta.rank)[position] = RouteEntry{pick, __ldg(cta.own.topk_weights + pick)};
+        cta.peer(owner).route_entries(cta.rank)[position] = RouteEntry{pick, __ldg(cta.own().topk_weights + pick)};
     }
 }
 
@@ -144,7 +144,7 @@ __device__ __forceinline__ bool await_counts(const Cta& cta) {
     bool published = true;
     for (uint32_t src = threadIdx.x; src < cfg::kNumRanks; src += blockDim.x) {
         const uint32_t* flag = cta.workspace.counts_published(src);
-        published &= wait_until(cta.watchdog, Phase::kDispatch, src, src, cta.epoch,
+        published &= wait_until(cta.watchdog(), Phase::kDispatch, src, src, cta.epoch,
                                 [=] { return ptx::ld_acquire_sys(flag); });
     }
     return __syncthreads_and(published);

@@ -27,7 +27,7 @@ __device__ __forceinline__ uint4 bf16x8_from(const uint16_t* row, uint32_t colum
 __device__ __forceinline__ void quantize_segment(const Cta& cta, uint32_t token, uint32_t segment) {
     const uint32_t column = segment * 512 + lane_id() * 16;
     const bool inside = column < cfg::kHiddenSize;
-    const auto* row = static_cast<const uint16_t*>(cta.own.hidden_states) + static_cast<uint64_t>(token) * cfg::kHiddenSize;
+    const auto* row = static_cast<const uint16_t*>(cta.own().hidden_states) + static_cast<uint64_t>(token) * cfg::kHiddenSize;
     uint4 packed[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
     if (inside) {
         packed[0] = bf16x8_from(row, column);
@@ -63,19 +63,19 @@ __device__ __forceinline__ void quantize_input(const Cta& cta) {
 }
 
 __device__ __forceinline__ void copy_quantized_input(const Cta& cta) {
-    const auto* payload = static_cast<const uint4*>(cta.own.hidden_states);
+    const auto* payload = static_cast<const uint4*>(cta.own().hidden_states);
     auto* staged = reinterpret_cast<uint4*>(cta.workspace.input_payload(0));
     const uint64_t payload_words = static_cast<uint64_t>(cta.num_tokens) * (cfg::kHiddenSize / 16);
     for (uint64_t i = thread_in_rank(cta); i < payload_words; i += kThreadsPerRank) staged[i] = __ldg(payload + i);
     const uint32_t num_scales = cta.num_tokens * cfg::kGemm1KBlocks;
     for (uint32_t i = thread_in_rank(cta); i < num_scales; i += kThreadsPerRank) {
         const uint32_t token = i / cfg::kGemm1KBlocks;
-        cta.workspace.input_scales(token)[i % cfg::kGemm1KBlocks] = __ldg(cta.own.hidden_scales + i);
+        cta.workspace.input_scales(token)[i % cfg::kGemm1KBlocks] = __ldg(cta.own().hidden_scales + i);
     }
 }
 
 __device__ __forceinline__ void stage_input(const Cta& cta) {
-    if (cta.own.hidden_scales == nullptr) quantize_input(cta);
+    if (cta.own().hidden_scales == nullptr) quantize_input(cta);
     else copy_quantized_input(cta);
 }
 

@@ -22,6 +22,7 @@ struct RankArguments {
     const uint32_t* device_num_tokens;  // null: num_tokens counts
     uint32_t* expert_counts;       // [E_local] rows received, or null
     float* gemm1_tap;              // [pool rows, 2I] accumulators, interleaved columns; only where cfg::kTapGemm1
+    uint64_t* trace;               // [kCtasPerRank, kTracePoints] ns; only where cfg::kTrace
     uint32_t num_tokens;
     uint32_t topk_ids_are_int64;
 };

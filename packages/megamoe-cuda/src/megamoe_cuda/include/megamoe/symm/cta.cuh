@@ -9,34 +9,55 @@ namespace megamoe {
 
 struct Cta {
     const KernelArguments& arguments;
-    const RankArguments& own;  // this rank's arguments
+    uint32_t virtual_rank;
     uint32_t rank;
     uint32_t index;  // in [0, kCtasPerRank)
     uint32_t epoch;
     uint32_t num_tokens;
     Workspace workspace;
-    Watchdog watchdog;
 
+    __device__ __forceinline__ Cta(const KernelArguments& arguments_, uint32_t epoch_, uint32_t num_tokens_)
+        : arguments(arguments_),
+          virtual_rank(cfg::kNumVirtualRanks == 1 ? 0 : blockIdx.x / cfg::kCtasPerRank),
+          rank(arguments_.first_rank + virtual_rank),
+          index(cfg::kNumVirtualRanks == 1 ? blockIdx.x : blockIdx.x % cfg::kCtasPerRank),
+          epoch(epoch_),
+          num_tokens(num_tokens_),
+          workspace{arguments_.workspaces[rank]} {}
+
+    __device__ __forceinline__ const RankArguments& own() const { return arguments.ranks[virtual_rank]; }
     __device__ __forceinline__ Workspace peer(uint32_t rank_) const { return Workspace{arguments.workspaces[rank_]}; }
+    __device__ __forceinline__ Watchdog watchdog() const {
+        return {workspace.abort_flag(rank), arguments.timeout_records + virtual_rank, arguments.timeout_ns, rank, epoch};
+    }
 };
 
-__device__ __forceinline__ Cta identify_cta(const KernelArguments& arguments) {
-    const uint32_t virtual_rank = blockIdx.x / cfg::kCtasPerRank;
-    const RankArguments& own = arguments.ranks[virtual_rank];
-    const uint32_t rank = arguments.first_rank + virtual_rank;
-    const Workspace workspace{arguments.workspaces[rank]};
+// What a Cta holds that is not in the arguments, in shared memory: the math warps have no registers for it while they
+// multiply, and recall it for each epilogue.
+struct CtaFacts {
+    uint32_t epoch;
+    uint32_t num_tokens;
+};
+
+// One thread; a barrier follows.
+__device__ __forceinline__ void identify_cta(const KernelArguments& arguments, uint32_t facts_address) {
+    const Cta cta(arguments, 0, 0);
+    const RankArguments& own = cta.own();
     // Read by all CTAs before the rank's last grid join, raised by one after it.
-    const uint32_t epoch = ptx::ld_relaxed_gpu(workspace.epoch()) + 1;
+    const uint32_t epoch = ptx::ld_relaxed_gpu(cta.workspace.epoch()) + 1;
     const uint32_t tokens = own.device_num_tokens != nullptr ? *own.device_num_tokens : own.num_tokens;
-    return Cta{arguments,
-               own,
-               rank,
-               blockIdx.x % cfg::kCtasPerRank,
-               epoch,
-               min(tokens, cfg::kMaxTokens),
-               workspace,
-               Watchdog{workspace.abort_flag(rank), arguments.timeout_records + virtual_rank, arguments.timeout_ns, rank,
-                        epoch}};
+    asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(facts_address), "r"(epoch),
+                 "r"(min(tokens, cfg::kMaxTokens))
+                 : "memory");
+}
+
+__device__ __forceinline__ Cta recall_cta(const KernelArguments& arguments, uint32_t facts_address) {
+    CtaFacts facts;
+    asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"  // volatile: not kept from an earlier recall
+                 : "=r"(facts.epoch), "=r"(facts.num_tokens)
+                 : "r"(facts_address)
+                 : "memory");
+    return Cta(arguments, facts.epoch, facts.num_tokens);
 }
 
 }  // namespace megamoe

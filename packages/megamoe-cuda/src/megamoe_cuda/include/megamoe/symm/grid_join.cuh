@@ -16,7 +16,7 @@ __device__ __forceinline__ void arrive(const Cta& cta, Join join) {
 
 __device__ __forceinline__ bool await_join(const Cta& cta, Join join, Phase phase) {
     const uint32_t* counter = cta.workspace.join(join, cta.epoch);
-    return wait_until(cta.watchdog, phase, cta.rank, static_cast<uint32_t>(join), cfg::kCtasPerRank,
+    return wait_until(cta.watchdog(), phase, cta.rank, static_cast<uint32_t>(join), cfg::kCtasPerRank,
                       [=] { return ptx::ld_acquire_gpu(counter); });
 }
 
