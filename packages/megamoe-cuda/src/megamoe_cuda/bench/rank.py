@@ -105,7 +105,8 @@ def _captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], 
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # thread_local: NCCL's watchdog thread may look at its events meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
 
     def load(round_: int) -> None:
