@@ -98,7 +98,7 @@ def write_shards(tensors: Tensors, directory: Path, num_shards: int) -> list[Pat
     return files
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="a .safetensors file, or a directory")
     parser.add_argument("--style", choices=STYLES, default="deepseek-v3")
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=6)
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     single = args.out.suffix == ".safetensors"
     if single and args.shards > 1:
         parser.error("several shards need a directory as OUT")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +53,14 @@ def megamoe(monkeypatch: pytest.MonkeyPatch) -> Call:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small checkpoint in each style: H=256, I=128, 8 experts, top-2, two shards."""
+    spec = importlib.util.spec_from_file_location("make_checkpoint", MAKE_CHECKPOINT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
     paths = {}
     for style in ("deepseek-v3", "mixtral", "gpt-oss"):
         paths[style] = tmp_path_factory.mktemp(style)
         sizes = ["--hidden", "256", "--intermediate", "128", "--experts", "8", "--top-k", "2", "--shards", "2"]
-        command = [sys.executable, str(MAKE_CHECKPOINT), str(paths[style]), "--style", style, *sizes]
-        subprocess.run(command, check=True, timeout=120)
+        script.main([str(paths[style]), "--style", style, *sizes])
     return paths

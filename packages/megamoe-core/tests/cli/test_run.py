@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +62,7 @@ def test_mxfp4_with_biases_by_the_checkpoints_own_router(megamoe: Call, checkpoi
 
 def test_bf16_experts_become_mxfp4_and_one_process_plays_eight_ranks(megamoe: Call, checkpoints: Paths) -> None:
     args = ("--ep", 8, "--virtual-ranks", "--mode", "a8w4", "--routing", "zipf:1.2", "--tokens", 16, "--repeats", 1)
-    result = megamoe("run", "--checkpoint", checkpoints["mixtral"], *args)
+    result = megamoe("run", "--checkpoint", *sorted(checkpoints["mixtral"].glob("*.safetensors")), *args)
     assert "bf16 -> mxfp4" in result.stdout
     assert "PASS relL2" in result.stdout
     assert all(stage in result.stdout for stage in STAGES)
@@ -113,6 +118,8 @@ def test_a_result_above_the_gate_fails(megamoe: Call, checkpoints: Paths, tmp_pa
     result = megamoe("run", *args, exit_code=1)
     assert "FAIL relL2 inf is not below 0.01" in result.stdout
     assert "PASS" not in result.stdout
+    report = megamoe("run", *args, "--json", exit_code=1).json
+    assert (report["passed"], report["rel_l2"], len(report["failures"])) == (False, None, 1)
     assert "PASS" not in megamoe("run", *args, "--no-check").stdout
 
 
@@ -174,6 +181,32 @@ def test_an_error_of_a_rank_is_told_as_its_own(megamoe: Call, checkpoints: Paths
     result = megamoe("run", "--checkpoint", tmp_path, "--ep", 2, "--top-k", 2, exit_code=2)
     assert f"CheckpointError: tensor {name} is not in the checkpoint" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def _ranks_with_shared_memory(parent: int) -> list[int]:
+    """Processes of ranks that have mapped the group's memory."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in children if "memfd:" in Path(f"/proc/{pid}/maps").read_text()]
+
+
+def test_a_killed_rank_ends_the_run_with_its_name(checkpoints: Paths) -> None:
+    command = [sys.executable, "-m", "megamoe.cli", "run", "--checkpoint", checkpoints["mixtral"], "--ep", "2"]
+    command += ["--backend", "reference", "--repeats", "10000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while len(ranks := _ranks_with_shared_memory(process.pid)) < 2:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.kill(ranks[1], signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "RankProcessError" in stderr
+    assert "was killed by SIGKILL" in stderr
+    assert "Traceback" not in stderr
+    assert stdout == ""
+    for pid in ranks:
+        assert not Path(f"/proc/{pid}").exists()
 
 
 def test_debug_shows_the_traceback(checkpoints: Paths) -> None:

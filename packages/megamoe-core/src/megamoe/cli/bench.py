@@ -11,7 +11,7 @@ from rich.table import Table
 from megamoe.bench.report import Series, grouped, markdown, plot
 from megamoe.bench.results import BenchRow, read_rows, write_rows
 from megamoe.bench.suites import SuiteOptions, find_suite, suites
-from megamoe.cli.console import command, err, out, say
+from megamoe.cli.console import command, err, out, say, seconds_text
 from megamoe.errors import ConfigError, InputError
 
 app = typer.Typer(help="Measure a backend, or report what was measured.", invoke_without_command=True)
@@ -39,11 +39,11 @@ def bench(
     with err.status(f"measuring {chosen.name}"):
         for row in chosen.run(options):
             rows.append(row)
-            peers = "".join(f", {name} {us:.0f} µs" for name, us in row.peers.items())
-            spread = f"({row.us_min:.0f} to {row.us_max:.0f})"
+            peers = "".join(f", {name} {seconds_text(us / 1e6)}" for name, us in row.peers.items())
+            spread = f"({seconds_text(row.us_min / 1e6)} to {seconds_text(row.us_max / 1e6)})"
             say(
                 f"{row.mode} EP{row.ep_size} {row.routing}, {row.num_tokens} tokens per rank: "
-                f"[bold]{row.us_median:.0f} µs[/] {spread}, {row.tflops:.3g} TFLOP/s{peers}"
+                f"[bold]{seconds_text(row.us_median / 1e6)}[/] {spread}, {row.tflops:.3g} TFLOP/s{peers}"
             )
             if output is not None:
                 write_rows(output, rows)  # after each, so that an interrupted suite leaves what it has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +32,14 @@ DEFAULT_TOKENS = "128"
 def run(
     checkpoint: Annotated[
         list[Path],
-        typer.Option(help="Safetensors file, index file or directory; may be given several times.", show_default=False),
+        typer.Option(help="Safetensors file, index file or directory.", metavar="FILE...", show_default=False),
     ],
+    more_files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="More files of the checkpoint, as in --checkpoint model-*.safetensors", metavar="[FILE]..."
+        ),
+    ] = None,
     layer: Annotated[int, typer.Option(help="Which layer.", min=0)] = 0,
     ep: Annotated[int, typer.Option(help="Ranks that share the experts, a process each.", min=1)] = 1,
     mode: Annotated[str | None, typer.Option(help="bf16, a8w8, a8w4 or a4w4; default: as stored.")] = None,
@@ -64,7 +71,7 @@ def run(
     Prints rows, bytes and time of each stage, and the distance from the FP32 oracle. Exit code 1 if that is above the
     mode's gate, 2 for bad input.
     """
-    stored = find_layer(TensorFiles.find(checkpoint), layer)
+    stored = find_layer(TensorFiles.find([*checkpoint, *(more_files or [])]), layer)
     if routing_name != FROM_ROUTER:
         routing(routing_name)
     source = None if input_file is None else InputFile.open(input_file)
@@ -294,13 +301,18 @@ def _as_json(job: Job, result: JobResult, failures: list[str]) -> dict[str, Any]
         "seed": job.tokens.seed,
         "call_s": result.call_s,
         "stages": {name: asdict(row) for name, row in stage_totals(result).items()},
-        "stage_rel_l2": {name: value.rel_l2 for name, value in stage_distances(result).items()},
+        "stage_rel_l2": {name: _finite(value.rel_l2) for name, value in stage_distances(result).items()},
         "ranks": [
             {key: value for key, value in asdict(report).items() if key not in ("stages", "distances")}
             for report in result.reports
         ],
-        "rel_l2": None if distance is None else distance.rel_l2,
-        "calc_diff": None if distance is None else distance.calc_diff,
+        "rel_l2": None if distance is None else _finite(distance.rel_l2),
+        "calc_diff": None if distance is None else _finite(distance.calc_diff),
         "passed": None if distance is None else not failures,
         "failures": failures,
     }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity; `failures` says it in words."""
+    return value if math.isfinite(value) else None
