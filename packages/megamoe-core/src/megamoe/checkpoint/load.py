@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,9 +78,12 @@ def find_layer(files: TensorFiles, layer: int) -> LayerCheckpoint:
     Raises:
         CheckpointError: no naming fits; the message lists what was looked for and which MoE layers are there.
     """
+    names = [name for name in files.where if f"layers.{layer}." in name]
     for naming in NAMINGS:
-        prefix = naming.find(files.where, layer)
+        prefix = naming.find(names, layer)
         if prefix is not None:
+            # A large model has tens of thousands of tensors; ranks are sent the names of this layer's only.
+            files = replace(files, where={name: files.where[name] for name in names})
             with files.open() as reader:
                 stored = naming.describe(reader, prefix, files.config)
             limit = files.config.get("swiglu_limit")
@@ -100,8 +102,9 @@ def find_layer(files: TensorFiles, layer: int) -> LayerCheckpoint:
 
 def moe_layers(files: TensorFiles) -> list[int]:
     """Layers of which some naming finds experts, ascending."""
-    layers = {int(match[1]) for name in files.where if (match := re.search(r"(?:^|\.)layers\.(\d+)\.", name))}
-    return sorted(layer for layer in layers if any(naming.find(files.where, layer) for naming in NAMINGS))
+    patterns = [naming.pattern(r"\d+") for naming in NAMINGS]
+    matches = (pattern.fullmatch(name) for name in files.where for pattern in patterns)
+    return sorted({int(match["layer"]) for match in matches if match})
 
 
 def naming_of(stored: StoredLayer) -> Naming:

@@ -56,9 +56,14 @@ class Naming(ABC):
     block: ClassVar[str]  # name of the MoE block within the layer
     marker: ClassVar[str]  # regular expression, after "<block>.", of a tensor that only this naming has
 
+    def pattern(self, layer: str) -> re.Pattern[str]:
+        """Names of marker tensors of the layers that the regular expression `layer` matches."""
+        block = re.escape(self.block)
+        return re.compile(rf"(?P<prefix>(?:.*\.)?layers\.(?P<layer>{layer})\.{block})\.{self.marker}")
+
     def find(self, names: Iterable[str], layer: int) -> str | None:
         """Prefix of the layer's MoE block, or None where this naming does not fit."""
-        pattern = re.compile(rf"(?P<prefix>(?:.*\.)?layers\.{layer}\.{re.escape(self.block)})\.{self.marker}")
+        pattern = self.pattern(str(layer))
         matches = {match["prefix"] for name in names if (match := pattern.fullmatch(name))}
         if len(matches) > 1:
             raise CheckpointError(
