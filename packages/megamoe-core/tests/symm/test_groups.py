@@ -68,6 +68,7 @@ def test_what_one_rank_stores_the_others_load(groups: list[Group]) -> None:
         group = groups[rank]
         buffer = group.allocate(4 * SIZE, timeout_s=TIMEOUT_S)
         assert not buffer.local.any()
+        group.barrier(timeout_s=TIMEOUT_S, phase="test")  # a peer may not store before all have looked
         for peer in range(SIZE):
             buffer.peer(peer).view(torch.int32)[rank] = 100 * peer + rank
         group.barrier(timeout_s=TIMEOUT_S, phase="test")
