@@ -1,0 +1,17 @@
+"""Triton kernels of the layer, and the host code that launches them.
+
+One call of a rank is six launches on one stream; a launch boundary orders everything within the rank:
+
+    stage     quantize.py, route.py    quantise the rank's tokens; count its picks per expert
+    route     route.py                 push entries to owners; the last program pushes counts and publishes them
+    plan      plan.py                  wait for every rank's counts; cut the rows that arrive into blocks
+    stage 1   gemm1_swiglu_quant.py    pull rows into the pool, GEMM1, SwiGLU, requantise: persistent, by tickets
+    stage 2   gemm2_p2p.py             GEMM2, router weight, rows straight to their home rank: persistent, by tickets
+    combine   combine.py               wait for every rank; FP32 sum in slot order
+
+Stages 1 and 2 are repeated where the pool holds fewer blocks than the fullest call fills. program.py states the protocol
+in the terms of megamoe.schedule, and a test has the model checker prove it.
+
+Sizes are run-time arguments; tile shapes, formats and cache policies are compile-time constants. The files without
+`jit` functions (program.py, arguments.py, launch.py) are ordinary host code.
+"""

@@ -1,0 +1,73 @@
+"""Phase `stage`: the rank's tokens, quantised or copied into its `input` arrays, where owners pull them."""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe_rocm.kernels.numerics import MX_BLOCK, bf16_to_float, quantize_blocks
+
+
+@triton.jit
+def quantize_input(
+    hidden_states,
+    payload,
+    scales,
+    device_num_tokens,
+    num_rows,
+    hidden_size,
+    hidden_stride,
+    payload_stride,
+    scales_stride,
+    FP4: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantise BF16 `[T, H]` per 1x32; program (i, j) takes `ROWS` tokens and `COLUMNS` columns.
+
+    Args:
+        hidden_states: `[num_rows, H]` BF16, rows `hidden_stride` elements apart.
+        payload, scales: the input arrays, bytes; rows `payload_stride` and `scales_stride` apart.
+        device_num_tokens: int32; rows from there on are padding and are not staged.
+        num_rows: rows of `hidden_states`.
+        hidden_size: H, a multiple of 32.
+    """
+    num_tokens = tl.minimum(tl.load(device_num_tokens), num_rows)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_offset = tl.expand_dims(row.to(tl.int64), 1)
+    is_token = tl.expand_dims(row < num_tokens, 1)
+    inside = is_token & tl.expand_dims(column < hidden_size, 0)
+    x = tl.load(hidden_states + row_offset * hidden_stride + tl.expand_dims(column, 0), mask=inside, other=0.0)
+    codes, bytes_ = quantize_blocks(bf16_to_float(x), ROWS, COLUMNS, FP4)
+
+    PER_BYTE: tl.constexpr = 2 if FP4 else 1
+    at = tl.program_id(1) * (COLUMNS // PER_BYTE) + tl.arange(0, COLUMNS // PER_BYTE)
+    inside = is_token & tl.expand_dims(at * PER_BYTE < hidden_size, 0)
+    tl.store(payload + row_offset * payload_stride + tl.expand_dims(at, 0), codes, mask=inside)
+    at = tl.program_id(1) * (COLUMNS // MX_BLOCK) + tl.arange(0, COLUMNS // MX_BLOCK)
+    inside = is_token & tl.expand_dims(at * MX_BLOCK < hidden_size, 0)
+    tl.store(scales + row_offset * scales_stride + tl.expand_dims(at, 0), bytes_, mask=inside)
+
+
+@triton.jit
+def copy_input(
+    source,
+    target,
+    device_num_tokens,
+    num_rows,
+    row_bytes,
+    source_stride,
+    target_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copy rows of bytes that the caller quantised: `[num_rows, row_bytes]` from `source` to `target`."""
+    num_tokens = tl.minimum(tl.load(device_num_tokens), num_rows)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = tl.expand_dims(row < num_tokens, 1) & tl.expand_dims(column < row_bytes, 0)
+    row_offset = tl.expand_dims(row.to(tl.int64), 1)
+    values = tl.load(source + row_offset * source_stride + tl.expand_dims(column, 0), mask=inside)
+    tl.store(target + row_offset * target_stride + tl.expand_dims(column, 0), values, mask=inside)
