@@ -51,6 +51,7 @@ IMPLEMENTED = frozenset(
 )
 """What the kernel is written to do."""
 
+WORKSPACE_ALIGNMENT = 256  # bytes; TMA needs 16, torch's GPU allocator gives 512
 MAX_PICKS = 1 << 31  # picks of a rank are numbered in 31 bits
 
 
@@ -282,10 +283,10 @@ def _allocate_here(size: int, num_bytes: int, device: torch.device, workspace: T
             got=f"{workspace.dtype} on {workspace.device}",
             expected=f"contiguous uint8 on {device}",
         )
-    if workspace.numel() < size * num_bytes or workspace.data_ptr() % symm_nvshmem.ALIGNMENT:
+    if workspace.numel() < size * num_bytes or workspace.data_ptr() % WORKSPACE_ALIGNMENT:
         raise WorkspaceError(
             "the workspace is too small or not aligned",
             got=f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
-            expected=f"{size * num_bytes} bytes at a multiple of {symm_nvshmem.ALIGNMENT}",
+            expected=f"{size * num_bytes} bytes at a multiple of {WORKSPACE_ALIGNMENT}",
         )
     return Memory(ranks=workspace.flatten()[: size * num_bytes].view(size, num_bytes).unbind(), release=lambda: None)
