@@ -1,0 +1,176 @@
+"""Global memory: registered buffers at 64-bit addresses, each owned by a rank and usable by some ranks.
+
+Buffers lie far apart, and across 4 GiB boundaries where they are small enough: an address computed in 32 bits, a
+dropped carry or an index beyond the end hits no buffer and faults.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megamoe_rocm.isa.errors import MemoryFault
+from megamoe_rocm.isa.wave import Array
+
+FIRST_ADDRESS = 0x7F00_0000_0000
+SPACING = 1 << 32
+
+
+class Buffer:
+    """One allocation.
+
+    Args:
+        name: for messages.
+        rank: the owner.
+        ranks: who may use it; the owner always does.
+        address: of the first byte.
+        data: its bytes, uint8; padded to a multiple of 16.
+        num_bytes: how many of them belong to the buffer.
+    """
+
+    __slots__ = ("address", "data", "name", "num_bytes", "rank", "ranks", "words")
+
+    def __init__(
+        self, *, name: str, rank: int, ranks: frozenset[int], address: int, data: NDArray[np.uint8], num_bytes: int
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.ranks = ranks | {rank}
+        self.address = address
+        self.data = data
+        self.words = data.view(np.uint32)
+        self.num_bytes = num_bytes
+
+    def read(self, dtype: object = np.uint8) -> Array:
+        """A copy of the content as a flat array of `dtype`."""
+        return self.data[: self.num_bytes].copy().view(dtype)  # type: ignore[call-overload, no-any-return]
+
+    def write(self, values: Array) -> None:
+        """Replace the content from its start on."""
+        raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        self.data[: raw.size] = raw
+
+    def __repr__(self) -> str:
+        return f"{self.name} of rank {self.rank} ({self.num_bytes} bytes at {self.address:#x})"
+
+
+class AddressSpace:
+    """All buffers of all ranks."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._buffers: list[Buffer] = []
+        self._next = FIRST_ADDRESS
+
+    def allocate(self, *, name: str, rank: int, num_bytes: int, ranks: frozenset[int]) -> Buffer:
+        """A buffer of zeroed bytes, aligned to 4 KiB."""
+        size = -(-num_bytes // 16) * 16
+        # The 4 GiB boundary falls inside; a buffer of one page can't straddle it and ends there.
+        before = -(-(size // 2) // 4096) * 4096
+        address = self._next + SPACING - before
+        self._next += SPACING * (2 + size // SPACING)
+        data = np.zeros(size, np.uint8)
+        buffer = Buffer(name=name, rank=rank, ranks=ranks, address=address, data=data, num_bytes=num_bytes)
+        self._starts.append(address)
+        self._buffers.append(buffer)
+        return buffer
+
+    def find(self, rank: int, first: int, end: int) -> Buffer:
+        """The buffer that holds bytes `first` to `end` wholly.
+
+        Raises:
+            MemoryFault: none does, or it is not mapped for `rank`.
+        """
+        at = bisect_right(self._starts, first) - 1
+        buffer = self._buffers[at] if at >= 0 else None
+        if buffer is None or end > buffer.address + buffer.num_bytes:
+            near = f"; the buffer below is {buffer}" if buffer is not None else ""
+            raise MemoryFault(f"bytes {first:#x} to {end:#x} are in no buffer{near}")
+        if rank not in buffer.ranks:
+            raise MemoryFault(f"bytes {first:#x} to {end:#x} are in {buffer}, which rank {rank} has not mapped")
+        return buffer
+
+
+class Lanes:
+    """Per-lane byte ranges of one buffer: what a vector memory instruction touches there.
+
+    Args:
+        buffer: where they are.
+        offsets: byte offset in the buffer of each such lane.
+        lanes: which lanes, as indices, or None for all 64.
+        num_bytes: per lane.
+    """
+
+    __slots__ = ("buffer", "first", "indices", "last", "lanes", "num_bytes", "offsets")
+
+    def __init__(self, buffer: Buffer, offsets: Array, lanes: Array | None, num_bytes: int) -> None:
+        self.buffer = buffer
+        self.offsets = offsets
+        self.lanes = lanes
+        self.num_bytes = num_bytes
+        self.first = int(offsets.min())
+        self.last = int(offsets.max()) + num_bytes
+        whole = num_bytes % 4 == 0 and not (np.bitwise_or.reduce(offsets) & 3)
+        # Word indices `[lane, word]` where everything is aligned, otherwise byte indices.
+        if whole:
+            self.indices = (offsets >> 2)[:, None] + WORDS[num_bytes // 4]
+        else:
+            self.indices = offsets[:, None] + BYTES[:num_bytes]
+
+    def overlaps(self, other: Lanes) -> bool:
+        """Whether some byte may be in both; exact up to gaps between lanes."""
+        return self.buffer is other.buffer and self.first < other.last and other.first < self.last
+
+    @property
+    def aligned(self) -> bool:
+        """Whether `indices` count words."""
+        return self.num_bytes % 4 == 0 and self.indices.shape[1] * 4 == self.num_bytes
+
+    def load(self) -> Array:
+        """`[lane, word]` uint32; the last word is zero-extended."""
+        if self.aligned:
+            return self.buffer.words[self.indices]
+        raw = np.zeros((len(self.offsets), -(-self.num_bytes // 4) * 4), np.uint8)
+        raw[:, : self.num_bytes] = self.buffer.data[self.indices]
+        return raw.view(np.uint32)
+
+    def store(self, values: Array) -> None:
+        """Write `[lane, word]` uint32; where lanes overlap, the highest lane's bytes stay."""
+        if self.aligned:
+            self.buffer.words[self.indices] = values
+        else:
+            raw = np.ascontiguousarray(values).view(np.uint8)[:, : self.num_bytes]
+            self.buffer.data[self.indices] = raw
+
+
+BYTES = np.arange(16)
+WORDS = [np.arange(count) for count in range(5)]
+
+
+def resolve(space: AddressSpace, rank: int, addresses: Array, active: Array | None, num_bytes: int) -> list[Lanes]:
+    """Split a vector access by buffer.
+
+    Args:
+        addresses: of all 64 lanes, int64.
+        active: booleans, or None for all.
+        num_bytes: per lane.
+
+    Raises:
+        MemoryFault: some lane's bytes are in no buffer of the rank.
+    """
+    lanes = None if active is None else np.flatnonzero(active)
+    used = addresses if lanes is None else addresses[lanes]
+    if used.size == 0:
+        return []
+    first, last = int(used.min()), int(used.max()) + num_bytes
+    buffer = space.find(rank, first, first + num_bytes)
+    if last <= buffer.address + buffer.num_bytes:
+        return [Lanes(buffer, used - buffer.address, lanes, num_bytes)]
+    parts: dict[int, tuple[Buffer, list[int]]] = {}
+    for at, address in enumerate(used.tolist()):
+        buffer = space.find(rank, address, address + num_bytes)
+        parts.setdefault(buffer.address, (buffer, []))[1].append(at)
+    numbers = np.arange(len(addresses)) if lanes is None else lanes
+    return [Lanes(item, used[ats] - item.address, numbers[ats], num_bytes) for item, ats in parts.values()]
