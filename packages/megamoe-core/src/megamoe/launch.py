@@ -122,12 +122,8 @@ def run_ranks(
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
         raise _first_cause(failed)
-    return sorted_values(outcomes)
-
-
-def sorted_values(outcomes: list[RankOutcome[T]]) -> list[T]:
-    """Values of successful outcomes in rank order."""
-    return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]  # type: ignore[misc]
+    by_rank = sorted(outcomes, key=lambda outcome: outcome.rank)
+    return [outcome.value for outcome in by_rank]  # type: ignore[misc]  # an outcome without error has a value
 
 
 def _first_cause(failed: list[RankOutcome[T]]) -> BaseException:
@@ -249,14 +245,11 @@ class _Launch(Generic[T]):
 
     def stop(self) -> None:
         """End what still runs and reap it."""
-        alive = [process for process in self.processes if process.is_alive()]
         # Ranks that have delivered their outcome leave by themselves; the others are not waited for.
-        unfinished = set(self.pipes.values())
-        for rank, process in enumerate(self.processes):
-            if rank in unfinished:
-                process.terminate()
+        for rank in self.pipes.values():
+            self.processes[rank].terminate()
         deadline = time.monotonic() + TERMINATE_S
-        for process in alive:
+        for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
