@@ -68,7 +68,7 @@ def pull_rows(
     record = tl.load(route_entries + src.to(tl.int64) * entries_per_src + entry, mask=is_row, other=0)
     pick = (record & 0xFFFFFFFF).to(tl.int32)
     token = (pick // top_k).to(tl.int64)
-    pool_row = slot.to(tl.int64) * BLOCK_M + first_row + row
+    pool_row = tl.cast(slot, tl.int64) * BLOCK_M + first_row + row
     meta = pool_meta + pool_row * 4
     tl.store(meta, src, mask=is_row)
     tl.store(meta + 1, pick, mask=is_row)
@@ -85,7 +85,7 @@ def pull_rows(
         tl.store(target_words, tl.load(source_words, mask=inside, other=0), mask=inside)
 
     source_row = peer_address(peers, src, input_scales_offset) + token * scales_stride
-    slot_scales = pool_scales + slot.to(tl.int64) * BLOCK_M * scales_stride
+    slot_scales = pool_scales + tl.cast(slot, tl.int64) * BLOCK_M * scales_stride
     for first in range(0, hidden_size // 32, SCALES):
         at = tl.expand_dims(first + tl.arange(0, SCALES), 0)
         inside = tl.expand_dims(is_row, 1) & (at < hidden_size // 32)

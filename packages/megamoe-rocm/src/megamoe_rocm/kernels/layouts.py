@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import triton
+import triton.language as tl  # noqa: F401  # Triton's interpreter looks for it in the globals of each function
 
 
 @triton.jit

@@ -138,13 +138,13 @@ def push_entries(
     weight = tl.load(topk_weights + pick, mask=is_expert, other=0.0).to(tl.int32, bitcast=True)
     entry = (weight.to(tl.int64) << 32) | pick.to(tl.int64)
     address = peer_address(peers, expert // num_local_experts, entries_offset)
-    address += (rank.to(tl.int64) * capacity * top_k + place) * 8
+    address += (tl.cast(rank, tl.int64) * capacity * top_k + place) * 8
     tl.store(address.to(tl.pointer_type(tl.int64)), entry, mask=is_expert, cache_modifier=".wt")
 
     joined = launch_counters + (call & 1) * launch_words + join
     if arrive(joined, 1, WAVES, "sys") == WAVES * tl.num_programs(0) - 1:
         for owner in range(ep_size):
-            target = peer_address(peers, owner, counts_offset) + rank.to(tl.int64) * num_local_experts * 4
+            target = peer_address(peers, owner, counts_offset) + tl.cast(rank, tl.int64) * num_local_experts * 4
             for first in range(0, num_local_experts, EXPERTS):
                 local = first + tl.arange(0, EXPERTS)
                 inside = local < num_local_experts

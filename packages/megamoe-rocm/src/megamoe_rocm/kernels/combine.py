@@ -1,0 +1,79 @@
+"""Phase `combine`: wait for every rank, decode, and sum each token's rows in FP32 in the order of its slots."""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe_rocm.kernels.flags import arrive, call_epoch, wait_for
+from megamoe_rocm.kernels.numerics import bf16_bits, bf16_to_float, decode_e4m3, scale_value
+
+COMBINE = tl.constexpr(6)  # place in arguments.PHASES
+
+
+@triton.jit
+def combine_rows(
+    out,
+    topk_ids,
+    combine,
+    rank_finished,
+    launch_counters,
+    epoch,
+    status,
+    device_num_tokens,
+    rank,
+    ep_size,
+    num_rows,
+    capacity,
+    top_k,
+    num_experts,
+    hidden_size,
+    combine_row_bytes,
+    launch_words,
+    join,
+    polls,
+    FP8_TRANSPORT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WAVES: tl.constexpr,
+):
+    """`out[t] = bf16(((0 + row of slot 0) + row of slot 1) + ...)`; program (i, j) takes `ROWS` tokens, `COLUMNS` columns.
+
+    Slots without an expert add exactly 0, whatever their bytes are. Rows of `out` from `device_num_tokens` on get
+    zeros. After a time-out all rows get NaN. The last program to arrive ends the call: it advances `epoch`.
+
+    Args:
+        out: `[num_rows, H]` BF16, contiguous.
+        combine: `[top_k, capacity, combine_row_bytes]` of this rank.
+        rank_finished: `[ep_size]` flags.
+    """
+    call = call_epoch(epoch)
+    for step in range(ep_size):
+        owner = (rank + step) % ep_size
+        wait_for(rank_finished + owner, call, polls, status, rank, owner, COMBINE, call, owner, "sys")
+
+    num_tokens = tl.minimum(tl.load(device_num_tokens), num_rows)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.expand_dims(tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), 0)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for slot in range(top_k):
+        ids = tl.load(topk_ids + token * top_k + slot, mask=token < num_tokens, other=-1)
+        has_row = tl.expand_dims((ids >= 0) & (ids < num_experts), 1)
+        inside = has_row & (column < hidden_size)
+        row = combine + (tl.cast(slot, tl.int64) * capacity + tl.expand_dims(token, 1)) * combine_row_bytes
+        if FP8_TRANSPORT:
+            code = tl.load(row + column, mask=inside, other=0).to(tl.int32)
+            byte = tl.load(row + hidden_size + column // 32, mask=inside, other=0).to(tl.int32)
+            value = decode_e4m3(code) * scale_value(byte)
+        else:
+            value = bf16_to_float(tl.load(row.to(tl.pointer_type(tl.bfloat16)) + column, mask=inside, other=0.0))
+        acc += tl.where(has_row, value, 0.0)
+    acc = tl.where(tl.load(status, volatile=True) == 0, acc, float("nan"))
+    target = out + tl.expand_dims(token, 1).to(tl.int64) * hidden_size + column
+    inside = tl.expand_dims(token < num_rows, 1) & (column < hidden_size)
+    tl.store(target, bf16_bits(acc).to(tl.bfloat16, bitcast=True), mask=inside)
+
+    before = arrive(launch_counters + (call & 1) * launch_words + join, 1, WAVES, "gpu")
+    if before == WAVES * tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.store(epoch, call)

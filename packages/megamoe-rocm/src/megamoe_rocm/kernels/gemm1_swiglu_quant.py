@@ -1,0 +1,230 @@
+"""Stage 1, persistent: rows are pulled into the pool; GEMM1, SwiGLU and requantisation of each tile as its rows are there.
+
+Units are chunks of rows to pull and tiles of GEMM1, in one order: the tiles of a block come `lead_blocks` blocks after
+its chunks, so that pulls run ahead of the multiplication by that much.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe_rocm.kernels.dispatch import pull_rows
+from megamoe_rocm.kernels.flags import arrive, call_epoch, wait_for
+from megamoe_rocm.kernels.layouts import scale_offset
+from megamoe_rocm.kernels.main_loop import multiply
+from megamoe_rocm.kernels.numerics import quantize_blocks
+from megamoe_rocm.kernels.units import lagging_unit, take_ticket
+
+DISPATCH = tl.constexpr(2)  # places in arguments.PHASES
+GEMM1 = tl.constexpr(3)
+
+
+@triton.jit
+def swiglu(gate_up, limit, ROWS: tl.constexpr, CHANNELS: tl.constexpr, OAI: tl.constexpr):
+    """`[ROWS, CHANNELS]` FP32 of accumulators `[ROWS, 2 * CHANNELS]` in the order BLOCKS_16.
+
+    silu(gate) * up, or gate * sigmoid(1.702 * gate) * (up + 1); `limit` bounds gate from above and up on both sides,
+    infinity for none. NaN passes through the clamp.
+    """
+    # Column 64 J + 32 b + 16 is_up + 4 g + r holds channel 32 J + 8 g + 4 b + r.
+    split = tl.reshape(gate_up, [ROWS, CHANNELS // 32, 2, 2, 4, 4])  # J, b, is_up, g, r
+    gate, up = tl.split(tl.permute(split, [0, 1, 4, 2, 5, 3]))
+    gate = tl.reshape(gate, [ROWS, CHANNELS])
+    up = tl.reshape(up, [ROWS, CHANNELS])
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if OAI:
+        y = gate / (1.0 + tl.exp(gate * -1.702)) * (up + 1.0)
+    else:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    return y
+
+
+@triton.jit
+def store_a2(
+    a2_payload,
+    a2_scales,
+    y,
+    num_rows,
+    first_channel,
+    intermediate_size,
+    payload_stride,
+    FP4: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+):
+    """Requantise `[BLOCK_M, CHANNELS]` per 1x32 and store the first `num_rows` rows into a ring slot of A2."""
+    payload, scales = quantize_blocks(y, BLOCK_M, CHANNELS, FP4)
+    PER_BYTE: tl.constexpr = 2 if FP4 else 1
+    row = tl.expand_dims(tl.arange(0, BLOCK_M), 1)
+    byte = tl.expand_dims(first_channel // PER_BYTE + tl.arange(0, CHANNELS // PER_BYTE), 0)
+    inside = (row < num_rows) & (byte * PER_BYTE < intermediate_size)
+    tl.store(a2_payload + row * payload_stride + byte, payload, mask=inside, cache_modifier=STORE_CACHE)
+    block = tl.expand_dims(first_channel // 32 + tl.arange(0, CHANNELS // 32), 0)
+    inside = (row < num_rows) & (block * 32 < intermediate_size)
+    tl.store(a2_scales + scale_offset(row, block, intermediate_size), scales, mask=inside, cache_modifier=STORE_CACHE)
+
+
+@triton.jit
+def dispatch_gemm1(
+    counts_published,
+    rows_arrived,
+    launch_counters,
+    epoch,
+    status,
+    block_table,
+    num_blocks,
+    route_counts,
+    first_entries,
+    route_entries,
+    peers,
+    pool_payload,
+    pool_scales,
+    pool_meta,
+    a2_payload,
+    a2_scales,
+    w13,
+    w13_scale,
+    w13_bias,
+    gate_up_tap,
+    input_payload_offset,
+    input_scales_offset,
+    rank,
+    ep_size,
+    num_local_experts,
+    entries_per_src,
+    top_k,
+    hidden_size,
+    intermediate_size,
+    hidden_payload_stride,
+    hidden_scales_stride,
+    a2_payload_stride,
+    a2_scales_stride,
+    counter_words,
+    launch_words,
+    ticket,
+    first_block,
+    ring_blocks,
+    lead_blocks,
+    limit,
+    polls,
+    FP4: tl.constexpr,
+    OAI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PULL_ROWS: tl.constexpr,
+    PULL_WORDS: tl.constexpr,
+    PULL_SCALES: tl.constexpr,
+    UNITS_PER_TICKET: tl.constexpr,
+    WAVES: tl.constexpr,
+    WEIGHT_CACHE: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+):
+    """Blocks `first_block .. first_block + ring_blocks - 1` of this rank's plan, those that there are.
+
+    Args:
+        counts_published: `[ep_size]` flags; every program acquires them, since it reads what peers stored.
+        rows_arrived: `[2, counter_words]` int32 by parity, one word per block; the chunks of a block count rows and
+            waves.
+        launch_counters: `[2, launch_words]` int32; `ticket` is the word that counts this launch's tickets.
+        w13, w13_scale: `[E_local, 2I, H / 2]`, `[E_local, 2I, H / 32]` in the layout of weights.py.
+        w13_bias: `[E_local, 2I]` FP32 in the order BLOCKS_16, read if HAS_BIAS.
+        gate_up_tap: `[ring rows, 2I]` FP32; receives the accumulators if TAP.
+    """
+    call = call_epoch(epoch)
+    for step in range(ep_size):
+        src = (rank + step) % ep_size
+        wait_for(counts_published + src, call, polls, status, rank, src, DISPATCH, call, src, "sys")
+    arrived = rows_arrived + (call & 1) * counter_words + first_block
+    tickets = launch_counters + (call & 1) * launch_words + ticket
+
+    blocks = tl.minimum(tl.maximum(tl.load(num_blocks) - first_block, 0), ring_blocks)
+    num_columns = 2 * intermediate_size
+    num_tiles = (num_columns + BLOCK_N - 1) // BLOCK_N
+    CHUNKS: tl.constexpr = BLOCK_M // PULL_ROWS
+    num_units = blocks * (CHUNKS + num_tiles)
+    first_unit = tl.program_id(0) * 0
+    while first_unit < num_units:
+        first_unit = take_ticket(tickets) * UNITS_PER_TICKET
+        for unit in range(first_unit, tl.minimum(first_unit + UNITS_PER_TICKET, num_units)):
+            is_tile, slot, index = lagging_unit(unit, blocks, CHUNKS, num_tiles, lead_blocks)
+            block = first_block + slot
+            num_rows = tl.load(block_table + block * 4 + 2)
+            if is_tile == 0:
+                if index * PULL_ROWS < num_rows:
+                    pulled = pull_rows(
+                        block_table,
+                        route_counts,
+                        first_entries,
+                        route_entries,
+                        peers,
+                        input_payload_offset,
+                        input_scales_offset,
+                        pool_payload,
+                        pool_scales,
+                        pool_meta,
+                        block,
+                        slot,
+                        index * PULL_ROWS,
+                        rank,
+                        ep_size,
+                        num_local_experts,
+                        entries_per_src,
+                        top_k,
+                        hidden_size,
+                        hidden_payload_stride,
+                        hidden_scales_stride,
+                        FP4,
+                        BLOCK_M,
+                        PULL_ROWS,
+                        PULL_WORDS,
+                        PULL_SCALES,
+                    )
+                    arrive(arrived + slot, pulled, WAVES, "gpu")
+            else:
+                wait_for(arrived + slot, num_rows * WAVES, polls, status, rank, rank, GEMM1, call, block, "gpu")
+                expert = tl.load(block_table + block * 4).to(tl.int64)
+                first_row = tl.cast(slot, tl.int64) * BLOCK_M
+                acc = multiply(
+                    pool_payload + first_row * hidden_payload_stride,
+                    pool_scales + first_row * hidden_scales_stride,
+                    0,
+                    hidden_payload_stride,
+                    w13 + expert * num_columns * (hidden_size // 2),
+                    w13_scale + expert * num_columns * (hidden_size // 32),
+                    index * BLOCK_N,
+                    num_columns,
+                    hidden_size,
+                    FP4,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    WEIGHT_CACHE,
+                )
+                column = index * BLOCK_N + tl.arange(0, BLOCK_N)
+                if HAS_BIAS:
+                    bias = tl.load(w13_bias + expert * num_columns + column, mask=column < num_columns, other=0.0)
+                    acc += tl.expand_dims(bias, 0)
+                if TAP:
+                    row = tl.expand_dims(first_row + tl.arange(0, BLOCK_M), 1)
+                    inside = tl.expand_dims(column < num_columns, 0) & (row < first_row + num_rows)
+                    tl.store(gate_up_tap + row * num_columns + tl.expand_dims(column, 0), acc, mask=inside)
+                store_a2(
+                    a2_payload + first_row * a2_payload_stride,
+                    a2_scales + first_row * a2_scales_stride,
+                    swiglu(acc, limit, BLOCK_M, BLOCK_N // 2, OAI),
+                    num_rows,
+                    index * (BLOCK_N // 2),
+                    intermediate_size,
+                    a2_payload_stride,
+                    FP4,
+                    BLOCK_M,
+                    BLOCK_N // 2,
+                    STORE_CACHE,
+                )

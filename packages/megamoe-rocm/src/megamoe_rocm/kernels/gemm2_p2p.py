@@ -1,0 +1,149 @@
+"""Stage 2, persistent: GEMM2, bias and router weight in FP32, transport rounding, rows straight to their home rank."""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe_rocm.kernels.flags import arrive, call_epoch, peer_address, publish
+from megamoe_rocm.kernels.main_loop import multiply
+from megamoe_rocm.kernels.numerics import bf16_bits, quantize_blocks
+from megamoe_rocm.kernels.units import take_ticket
+
+
+@triton.jit
+def send_rows(
+    rows,
+    home_row,
+    is_row,
+    first_column,
+    hidden_size,
+    FP8: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store FP32 `[BLOCK_M, BLOCK_N]` into rows of `combine` at addresses `home_row`, write-through.
+
+    bf16: 2 H bytes a row. FP8: H bytes of e4m3, then H / 32 scale bytes; H + H / 32 bytes move.
+    """
+    column = tl.expand_dims(first_column + tl.arange(0, BLOCK_N), 0)
+    is_row = tl.expand_dims(is_row, 1)
+    home_row = tl.expand_dims(home_row, 1)
+    if FP8:
+        payload, scales = quantize_blocks(rows, BLOCK_M, BLOCK_N, False)
+        target = home_row.to(tl.pointer_type(tl.uint8))
+        tl.store(target + column, payload, mask=is_row & (column < hidden_size), cache_modifier=".wt")
+        block = tl.expand_dims(first_column // 32 + tl.arange(0, BLOCK_N // 32), 0)
+        inside = is_row & (block * 32 < hidden_size)
+        tl.store(target + hidden_size + block, scales, mask=inside, cache_modifier=".wt")
+    else:
+        target = home_row.to(tl.pointer_type(tl.uint16)) + column
+        tl.store(target, bf16_bits(rows), mask=is_row & (column < hidden_size), cache_modifier=".wt")
+
+
+@triton.jit
+def gemm2_p2p(
+    launch_counters,
+    epoch,
+    status,
+    block_table,
+    num_blocks,
+    peers,
+    pool_meta,
+    a2_payload,
+    a2_scales,
+    w2,
+    w2_scale,
+    w2_bias,
+    combine_offset,
+    finished_offset,
+    combine_row_bytes,
+    rank,
+    ep_size,
+    capacity,
+    top_k,
+    hidden_size,
+    intermediate_size,
+    a2_payload_stride,
+    a2_scales_stride,
+    launch_words,
+    ticket,
+    join,
+    is_last,
+    first_block,
+    ring_blocks,
+    FP4: tl.constexpr,
+    FP8_TRANSPORT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNITS_PER_TICKET: tl.constexpr,
+    WAVES: tl.constexpr,
+    WEIGHT_CACHE: tl.constexpr,
+):
+    """Blocks `first_block .. first_block + ring_blocks - 1`, those that there are; stage 1 of them has ended.
+
+    A unit is a tile of `TILE_M` rows of a block and `BLOCK_N` columns; tiles without a valid row are skipped. In the
+    call's last launch (`is_last`), the last program to arrive raises rank_finished on every rank.
+
+    Args:
+        w2, w2_scale: `[E_local, H, I / 2]`, `[E_local, H, I / 32]` in the layout of weights.py.
+        w2_bias: `[E_local, H]` FP32, read if HAS_BIAS.
+        combine_offset, finished_offset: bytes from a rank's base to its `combine` and `rank_finished`.
+        ticket, join: words of `launch_counters`: tickets of this launch, arrivals of the call's last one.
+    """
+    call = call_epoch(epoch)
+    counters = launch_counters + (call & 1) * launch_words
+    blocks = tl.minimum(tl.maximum(tl.load(num_blocks) - first_block, 0), ring_blocks)
+    num_tiles = (hidden_size + BLOCK_N - 1) // BLOCK_N
+    PARTS: tl.constexpr = BLOCK_M // TILE_M
+    num_units = blocks * PARTS * num_tiles
+    first_unit = tl.program_id(0) * 0
+    while first_unit < num_units:
+        first_unit = take_ticket(counters + ticket) * UNITS_PER_TICKET
+        for unit in range(first_unit, tl.minimum(first_unit + UNITS_PER_TICKET, num_units)):
+            slot = unit // (PARTS * num_tiles)
+            first_row = unit // num_tiles % PARTS * TILE_M
+            first_column = unit % num_tiles * BLOCK_N
+            expert = tl.load(block_table + (first_block + slot) * 4).to(tl.int64)
+            num_rows = tl.load(block_table + (first_block + slot) * 4 + 2)
+            slot_row = tl.cast(slot, tl.int64) * BLOCK_M
+            if first_row < num_rows:
+                acc = multiply(
+                    a2_payload + slot_row * a2_payload_stride,
+                    a2_scales + slot_row * a2_scales_stride,
+                    first_row,
+                    a2_payload_stride,
+                    w2 + expert * hidden_size * (intermediate_size // 2),
+                    w2_scale + expert * hidden_size * (intermediate_size // 32),
+                    first_column,
+                    hidden_size,
+                    intermediate_size,
+                    FP4,
+                    TILE_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    WEIGHT_CACHE,
+                )
+                column = first_column + tl.arange(0, BLOCK_N)
+                if HAS_BIAS:
+                    bias = tl.load(w2_bias + expert * hidden_size + column, mask=column < hidden_size, other=0.0)
+                    acc += tl.expand_dims(bias, 0)
+                row = first_row + tl.arange(0, TILE_M)
+                is_row = row < num_rows
+                meta = pool_meta + (slot_row + row) * 4
+                home = tl.load(meta, mask=is_row, other=0)
+                pick = tl.load(meta + 1, mask=is_row, other=0)
+                weight = tl.load(meta + 2, mask=is_row, other=0).to(tl.float32, bitcast=True)
+                place = (pick % top_k).to(tl.int64) * capacity + pick // top_k
+                home_row = peer_address(peers, home, combine_offset) + place * combine_row_bytes
+                acc *= tl.expand_dims(weight, 1)
+                send_rows(acc, home_row, is_row, first_column, hidden_size, FP8_TRANSPORT, TILE_M, BLOCK_N)
+
+    if is_last != 0:
+        before = arrive(counters + join, 1, WAVES, "sys")
+        if (before == WAVES * tl.num_programs(0) - 1) & (tl.load(status, volatile=True) == 0):
+            publish(peers, rank, ep_size, finished_offset, call)

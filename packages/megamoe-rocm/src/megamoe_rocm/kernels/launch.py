@@ -1,0 +1,387 @@
+"""One call of one rank as a list of launches: kernel, grid, arguments by name, compile-time constants.
+
+The list depends on the plan and on the caller's tensors only, never on their contents, so a captured graph of it can be
+replayed. Whoever runs it does so in order, on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
+from megamoe.schedule.protocol import Phase
+from megamoe.schedule.tiles import ceil_div
+from megamoe.schedule.waves import Ring
+from megamoe_rocm.heuristics import SCALE_BLOCK_COLUMNS, TileConfig
+from megamoe_rocm.kernels.combine import combine_rows
+from megamoe_rocm.kernels.gemm1_swiglu_quant import dispatch_gemm1
+from megamoe_rocm.kernels.gemm2_p2p import gemm2_p2p
+from megamoe_rocm.kernels.plan import plan_blocks
+from megamoe_rocm.kernels.quantize import copy_input, quantize_input
+from megamoe_rocm.kernels.route import count_picks, push_entries
+from megamoe_rocm.kernels.workspace import LaunchCounter, RankMemory, counter_words, launch_words, num_rounds
+
+PHASES = tuple(Phase)
+"""Phases by the numbers that kernels write into `status`."""
+
+WAVES = 4  # of the launches other than the persistent stages
+PICKS = 256  # picks of one program of the routing kernels
+EXPERTS = 64  # experts that routing and planning handle at a time; more take several turns
+RANKS = 8  # ranks that planning handles at a time: GPUs of one node
+BLOCKS = 64  # blocks that planning handles at a time
+ROWS, COLUMNS = 8, 1024  # tokens and columns of one program of quantisation and combine
+PULL_WORDS, PULL_SCALES = 256, 256  # words and scale bytes of a row that one step of a pull moves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel launch.
+
+    Args:
+        kernel: a function under `triton.jit`.
+        grid: programs, up to two dimensions.
+        arguments: run-time parameters by name: tensors, ints, floats.
+        constants: compile-time parameters by name.
+        num_warps: waves of a program.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    num_warps: int = WAVES
+
+    def run(self) -> None:
+        """Launch it through Triton: on the current device's stream, or in the interpreter."""
+        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.num_warps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallTensors:
+    """One rank's tensors of one call, checked.
+
+    Args:
+        hidden_states: `[T, H]` BF16, or the payload of rows in the mode's format, as uint8.
+        hidden_scales: uint8 scales of such rows, or None.
+        topk_ids: `[T, K]` int32 or int64, contiguous.
+        topk_weights: `[T, K]` FP32, contiguous.
+        weights: tensors of `weights.prepare`.
+        out: `[T, H]` BF16, contiguous.
+        num_tokens: int32 scalar on the device; rows from there on are padding.
+        gate_up_tap: `[ring rows, 2I]` FP32 to keep GEMM1's accumulators in, or None.
+    """
+
+    hidden_states: Tensor
+    hidden_scales: Tensor | None
+    topk_ids: Tensor
+    topk_weights: Tensor
+    weights: Mapping[str, Tensor]
+    out: Tensor
+    num_tokens: Tensor
+    gate_up_tap: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCall:
+    """One call of one rank.
+
+    Args:
+        problem: the layer.
+        rank: which rank.
+        tile: the tile; its `block_m` is that of `ring`.
+        ring: blocks that the pool holds at a time.
+        rings: of all tiles of the session.
+        memory: the rank's workspace.
+        peers: `[ep_size]` int64 on the device: base addresses of all ranks' workspaces.
+        num_programs: programs of a persistent launch; any number gives the same result.
+        polls: how often a wait looks before it gives up.
+    """
+
+    problem: MoEProblem
+    rank: int
+    tile: TileConfig
+    ring: Ring
+    rings: Sequence[Ring]
+    memory: RankMemory
+    peers: Tensor
+    num_programs: int
+    polls: int
+
+    def launches(self, call: CallTensors) -> Iterator[Launch]:
+        """The launches of one call, in order."""
+        yield from self.stage(call)
+        yield self.count(call)
+        yield self.push(call)
+        yield self.plan()
+        rounds = num_rounds(self.ring)
+        for index in range(rounds):
+            yield self.stage1(call, index)
+            yield self.stage2(call, index, is_last=index == rounds - 1)
+        yield self.combine(call)
+
+    # -- the launches -------------------------------------------------------------------------------------------
+
+    def stage(self, call: CallTensors) -> Iterator[Launch]:
+        """Quantise the tokens, or copy what is quantised already; nothing for a call without rows."""
+        num_rows, hidden = len(call.topk_ids), self.problem.hidden_size
+        if not num_rows:
+            return
+        if call.hidden_scales is None:
+            yield Launch(
+                kernel=quantize_input,
+                grid=(ceil_div(num_rows, ROWS), ceil_div(hidden, COLUMNS)),
+                arguments={
+                    "hidden_states": call.hidden_states,
+                    "payload": self.memory.bytes("input_payload"),
+                    "scales": self.memory.bytes("input_scales"),
+                    "device_num_tokens": call.num_tokens,
+                    "num_rows": num_rows,
+                    "hidden_size": hidden,
+                    "hidden_stride": call.hidden_states.stride(0),
+                    "payload_stride": self._row_bytes("input_payload"),
+                    "scales_stride": self._row_bytes("input_scales"),
+                },
+                constants={"FP4": self._fp4, "ROWS": ROWS, "COLUMNS": COLUMNS},
+            )
+            return
+        for name, source in (("input_payload", call.hidden_states), ("input_scales", call.hidden_scales)):
+            yield Launch(
+                kernel=copy_input,
+                grid=(ceil_div(num_rows, ROWS), ceil_div(source.shape[1], COLUMNS)),
+                arguments={
+                    "source": source,
+                    "target": self.memory.bytes(name),
+                    "device_num_tokens": call.num_tokens,
+                    "num_rows": num_rows,
+                    "row_bytes": source.shape[1],
+                    "source_stride": source.stride(0),
+                    "target_stride": self._row_bytes(name),
+                },
+                constants={"ROWS": ROWS, "COLUMNS": COLUMNS},
+            )
+
+    def count(self, call: CallTensors) -> Launch:
+        """Count picks; clear what the last call counted."""
+        names = ("route_totals", "counters", "launch_counters", "pick_places", "route_bases", "dropped_ids")
+        return Launch(
+            kernel=count_picks,
+            grid=self._pick_grid(call),
+            arguments={
+                "topk_ids": call.topk_ids,
+                "epoch": self.memory.words("epoch"),
+                **self._words(*names),
+                "device_num_tokens": call.num_tokens,
+                "num_rows": len(call.topk_ids),
+                "top_k": self.problem.top_k,
+                "ep_size": self.problem.ep_size,
+                "num_local_experts": self.problem.num_local_experts,
+                "counter_words": counter_words(self.rings),
+                "launch_words": launch_words(self.rings),
+                "join": int(LaunchCounter.COUNTED),
+            },
+            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "WAVES": WAVES},
+        )
+
+    def push(self, call: CallTensors) -> Launch:
+        """Push entries and counts to the owners and publish them."""
+        return Launch(
+            kernel=push_entries,
+            grid=self._pick_grid(call),
+            arguments={
+                "topk_ids": call.topk_ids,
+                "topk_weights": call.topk_weights,
+                **self._words("epoch", "route_totals", "launch_counters", "pick_places", "route_bases"),
+                "device_num_tokens": call.num_tokens,
+                "peers": self.peers,
+                "entries_offset": self.memory.layout.offset("route_entries"),
+                "counts_offset": self.memory.layout.offset("route_counts"),
+                "published_offset": self.memory.layout.offset("counts_published"),
+                "rank": self.rank,
+                "num_rows": len(call.topk_ids),
+                "capacity": self.problem.num_max_tokens_per_rank,
+                "top_k": self.problem.top_k,
+                "ep_size": self.problem.ep_size,
+                "num_local_experts": self.problem.num_local_experts,
+                "launch_words": launch_words(self.rings),
+                "join": int(LaunchCounter.ROUTED),
+            },
+            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "WAVES": WAVES},
+        )
+
+    def plan(self) -> Launch:
+        """Wait for all counts; cut the rows into blocks."""
+        names = ("counts_published", "route_counts", "first_entries", "block_table", "num_blocks", "receive_counts")
+        return Launch(
+            kernel=plan_blocks,
+            grid=(1,),
+            arguments={
+                **self._words(*names, "epoch", "status"),
+                "rank": self.rank,
+                "ep_size": self.problem.ep_size,
+                "num_local_experts": self.problem.num_local_experts,
+                "polls": self.polls,
+            },
+            constants={"BLOCK_M": self.tile.block_m, "EXPERTS": EXPERTS, "RANKS": RANKS, "TILE": BLOCKS},
+        )
+
+    def stage1(self, call: CallTensors, index: int) -> Launch:
+        """Pull and multiply the blocks of round `index`."""
+        problem, tile = self.problem, self.tile
+        names = ("counts_published", "launch_counters", "epoch", "status", "block_table", "num_blocks")
+        limit = problem.swiglu_limit
+        return Launch(
+            kernel=dispatch_gemm1,
+            grid=(self.num_programs,),
+            num_warps=tile.num_warps,
+            arguments={
+                **self._words(*names, "route_counts", "first_entries", "pool_meta"),
+                "rows_arrived": self.memory.words("counters"),
+                "route_entries": self.memory.bytes("route_entries").view(torch.int64),
+                "peers": self.peers,
+                "pool_payload": self.memory.bytes("pool_payload"),
+                "pool_scales": self.memory.bytes("pool_scales"),
+                "a2_payload": self.memory.bytes("a2_payload"),
+                "a2_scales": self.memory.bytes("a2_scales"),
+                "w13": call.weights["w13_weight"],
+                "w13_scale": call.weights["w13_weight_scale"],
+                "w13_bias": call.weights.get("w13_bias", call.topk_weights),
+                "gate_up_tap": call.topk_weights if call.gate_up_tap is None else call.gate_up_tap,
+                "input_payload_offset": self.memory.layout.offset("input_payload"),
+                "input_scales_offset": self.memory.layout.offset("input_scales"),
+                "rank": self.rank,
+                "ep_size": problem.ep_size,
+                "num_local_experts": problem.num_local_experts,
+                "entries_per_src": problem.num_max_tokens_per_rank * problem.top_k,
+                "top_k": problem.top_k,
+                "hidden_size": problem.hidden_size,
+                "intermediate_size": problem.intermediate_size,
+                "hidden_payload_stride": self._row_bytes("pool_payload"),
+                "hidden_scales_stride": self._row_bytes("pool_scales"),
+                "a2_payload_stride": self._row_bytes("a2_payload"),
+                "a2_scales_stride": self._row_bytes("a2_scales"),
+                "counter_words": counter_words(self.rings),
+                "launch_words": launch_words(self.rings),
+                "ticket": len(LaunchCounter) + 2 * index,
+                "first_block": index * self.ring.ring_blocks,
+                "ring_blocks": self.ring.ring_blocks,
+                "lead_blocks": tile.lead_blocks,
+                "limit": float("inf") if limit is None else limit,
+                "polls": self.polls,
+            },
+            constants={
+                "FP4": self._fp4,
+                "OAI": problem.activation is Activation.SWIGLU_OAI,
+                "HAS_BIAS": problem.expert_bias,
+                "TAP": call.gate_up_tap is not None,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.gemm1_block_n,
+                "BLOCK_K": SCALE_BLOCK_COLUMNS,
+                "PULL_ROWS": tile.pull_rows,
+                "PULL_WORDS": PULL_WORDS,
+                "PULL_SCALES": PULL_SCALES,
+                "UNITS_PER_TICKET": tile.units_per_ticket,
+                "WAVES": tile.num_warps,
+                "WEIGHT_CACHE": tile.weight_cache,
+                "STORE_CACHE": tile.a2_cache,
+            },
+        )
+
+    def stage2(self, call: CallTensors, index: int, *, is_last: bool) -> Launch:
+        """Multiply the blocks of round `index` by w2 and send the rows home."""
+        problem, tile = self.problem, self.tile
+        names = ("launch_counters", "epoch", "status", "block_table", "num_blocks", "pool_meta")
+        return Launch(
+            kernel=gemm2_p2p,
+            grid=(self.num_programs,),
+            num_warps=tile.num_warps,
+            arguments={
+                **self._words(*names),
+                "peers": self.peers,
+                "a2_payload": self.memory.bytes("a2_payload"),
+                "a2_scales": self.memory.bytes("a2_scales"),
+                "w2": call.weights["w2_weight"],
+                "w2_scale": call.weights["w2_weight_scale"],
+                "w2_bias": call.weights.get("w2_bias", call.topk_weights),
+                "combine_offset": self.memory.layout.offset("combine"),
+                "finished_offset": self.memory.layout.offset("rank_finished"),
+                "combine_row_bytes": self._row_bytes("combine"),
+                "rank": self.rank,
+                "ep_size": problem.ep_size,
+                "capacity": problem.num_max_tokens_per_rank,
+                "top_k": problem.top_k,
+                "hidden_size": problem.hidden_size,
+                "intermediate_size": problem.intermediate_size,
+                "a2_payload_stride": self._row_bytes("a2_payload"),
+                "a2_scales_stride": self._row_bytes("a2_scales"),
+                "launch_words": launch_words(self.rings),
+                "ticket": len(LaunchCounter) + 2 * index + 1,
+                "join": int(LaunchCounter.FINISHED),
+                "is_last": int(is_last),
+                "first_block": index * self.ring.ring_blocks,
+                "ring_blocks": self.ring.ring_blocks,
+            },
+            constants={
+                "FP4": self._fp4,
+                "FP8_TRANSPORT": self._fp8_transport,
+                "HAS_BIAS": problem.expert_bias,
+                "BLOCK_M": tile.block_m,
+                "TILE_M": tile.gemm2_block_m,
+                "BLOCK_N": tile.gemm2_block_n,
+                "BLOCK_K": SCALE_BLOCK_COLUMNS,
+                "UNITS_PER_TICKET": tile.units_per_ticket,
+                "WAVES": tile.num_warps,
+                "WEIGHT_CACHE": tile.weight_cache,
+            },
+        )
+
+    def combine(self, call: CallTensors) -> Launch:
+        """Wait for all ranks and sum; ends the call."""
+        problem = self.problem
+        num_rows = len(call.topk_ids)
+        return Launch(
+            kernel=combine_rows,
+            grid=(max(ceil_div(num_rows, ROWS), 1), ceil_div(problem.hidden_size, COLUMNS)),
+            arguments={
+                "out": call.out,
+                "topk_ids": call.topk_ids,
+                "combine": self.memory.bytes("combine"),
+                **self._words("rank_finished", "launch_counters", "epoch", "status"),
+                "device_num_tokens": call.num_tokens,
+                "rank": self.rank,
+                "ep_size": problem.ep_size,
+                "num_rows": num_rows,
+                "capacity": problem.num_max_tokens_per_rank,
+                "top_k": problem.top_k,
+                "num_experts": problem.num_experts,
+                "hidden_size": problem.hidden_size,
+                "combine_row_bytes": self._row_bytes("combine"),
+                "launch_words": launch_words(self.rings),
+                "join": int(LaunchCounter.COMBINED),
+                "polls": self.polls,
+            },
+            constants={"FP8_TRANSPORT": self._fp8_transport, "ROWS": ROWS, "COLUMNS": COLUMNS, "WAVES": WAVES},
+        )
+
+    # -- parts of them ------------------------------------------------------------------------------------------
+
+    @property
+    def _fp4(self) -> bool:
+        return self.problem.quant is QuantMode.A4W4
+
+    @property
+    def _fp8_transport(self) -> bool:
+        return self.problem.transport is Transport.FP8_BLOCKWISE_1X32
+
+    def _words(self, *names: str) -> dict[str, Tensor]:
+        return {name: self.memory.words(name) for name in names}
+
+    def _row_bytes(self, name: str) -> int:
+        return self.memory.layout[name].row_bytes
+
+    def _pick_grid(self, call: CallTensors) -> tuple[int]:
+        return (max(ceil_div(call.topk_ids.numel(), PICKS), 1),)
