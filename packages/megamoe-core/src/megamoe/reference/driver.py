@@ -60,7 +60,7 @@ class Driver:
     Args:
         executors: the session's ranks, their arguments taken.
         calls: their calls.
-        num_threads: threads to use, the caller's included.
+        num_threads: threads to use, the caller's included; at most the plan's CTAs.
         timeout_s: how long a wait may take.
         dead_peers: ranks that have died.
     """
@@ -80,18 +80,16 @@ class Driver:
         self._epoch = calls[0].epoch
         self._last_step = time.monotonic()
         self._failure: BaseException | None = None
-        num_ctas = executors[0].shape.num_ctas
-        self._num_threads = min(num_threads, num_ctas)
         self._ranks_of_thread = [
             [
                 [
                     _Worker(executor=executor, program=program)
-                    for cta in range(thread, num_ctas, self._num_threads)
+                    for cta in range(thread, executor.shape.num_ctas, num_threads)
                     for program in cta_program(executor.shape, call, cta).values()
                 ]
                 for executor, call in zip(executors, calls, strict=True)
             ]
-            for thread in range(self._num_threads)
+            for thread in range(num_threads)
         ]
 
     def run(self) -> None:

@@ -146,6 +146,10 @@ class RankExecutor:
         self._valid = is_expert(arguments.topk_ids[: call.num_tokens], self.problem.num_experts)
         self._taps, self._gate_up = {}, {}
 
+    def end(self) -> None:
+        """Let go of the call's tensors, the FP32 matrices above all."""
+        del self._arguments, self._cache, self._routing, self._valid
+
     def abort(self, epoch: int) -> None:
         """Tell every rank that this one failed in call `epoch`."""
         for memory in self._memories:

@@ -197,21 +197,25 @@ class ReferenceSession(Session):
         return hidden_states
 
     def _drive(self, arguments: Sequence[RankArguments], epoch: int) -> None:
-        num_threads = torch.get_num_threads()
+        num_threads = min(torch.get_num_threads(), self._plan.config.num_ctas)
         cache = MatrixCache(2 * (num_threads + 1))  # w13 and w2 of an expert per thread, and of the next
         calls = []
         for executor, rank in zip(self._executors, arguments, strict=True):
             calls.append(Call(rank=executor.rank, epoch=epoch, num_tokens=rank.num_tokens))
             executor.begin(calls[-1], rank, cache)
-        Driver(
+        driver = Driver(
             self._executors,
             calls,
             num_threads=num_threads,
             timeout_s=self._timeout_s,
             dead_peers=frozenset if self._group is None else self._group.dead_peers,
-        ).run()
-        for executor in self._executors:
-            executor.stats.calls += 1
+        )
+        try:
+            driver.run()
+        finally:
+            for executor in self._executors:
+                executor.stats.calls += 1
+                executor.end()
 
     def _fail(self, error: BaseException, epoch: int) -> None:
         self._failure = error
