@@ -24,6 +24,7 @@ from megamoe import env
 from megamoe.backend import HiddenStates, Plan, Session, SessionStats, check_call
 from megamoe.errors import CaptureError, InputError, MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.formats import Quantized
+from megamoe.schedule.workspace import WORD
 from megamoe.symm import Group
 from megamoe.tensors import ExpertWeights, Fp8BlockWeights, PreparedWeights
 from megamoe_cuda import weights as kernel_weights
@@ -98,10 +99,8 @@ class CudaSession(Session):
         self._calls = 0
         self._timeouts = 0
         self._failure: MegaMoETimeoutError | None = None
-        # The kernel writes here when a wait times out; pinned memory has one address for host and device.
-        self._records = torch.zeros(len(self._driven) * TIMEOUT_RECORD.size, dtype=torch.uint8, pin_memory=True)
-        words = ctypes.c_uint32 * (self._records.numel() // 4)
-        self._happened = words.from_address(self._records.data_ptr())
+        self._records = pinned_words(len(self._driven) * TIMEOUT_RECORD.size // WORD)
+        self._happened = (ctypes.c_uint32 * self._records.numel()).from_address(self._records.data_ptr())
         # Rows by driven rank and local expert, of the last call.
         self._received = torch.zeros(
             len(self._driven), plan.problem.num_local_experts, dtype=torch.int32, device=device
@@ -296,7 +295,7 @@ class CudaSession(Session):
     def _require_healthy(self) -> None:
         """Raise if the session is closed, or if a call that has ended by now failed. Does not synchronise."""
         self.require_open()
-        if self._failure is None and any(self._happened[:: TIMEOUT_RECORD.size // 4]):
+        if self._failure is None and any(self._happened[:: TIMEOUT_RECORD.size // WORD]):
             self._failure = self._read_failure()
             self._timeouts += 1
         if self._failure is not None:
@@ -452,6 +451,11 @@ def _require_ids(topk_ids: Tensor, num_experts: int) -> None:
             got=f"{wrong.numel()} of them, {wrong[0].item()} first",
             expected=f"-1 to {num_experts - 1}",
         )
+
+
+def pinned_words(count: int) -> Tensor:
+    """Zeroed words in host memory that the GPU can write to, at the same address."""
+    return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
 
 def _as_int32(value: int) -> int:

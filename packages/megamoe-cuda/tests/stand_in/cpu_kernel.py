@@ -1,0 +1,154 @@
+"""pytest plugin: the CUDA backend on a CPU, with a stand-in for the kernel, so that the matrix exercises the host side.
+
+Everything up to the launch is the product's: plans, workspaces, prepared weights, checks, addresses, taps. Only what
+needs a GPU is replaced: the machine's probe, streams, compilation, and the launch, which reads the same addresses and
+writes what the staged reference computes. It shows nothing about the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.backend import Capability, HiddenStates, StageTaps, Verdict
+from megamoe.layouts import INTERLEAVED_8
+from megamoe.problem import MoEProblem
+from megamoe.reference.staged import staged
+from megamoe.tensors import Fp8BlockWeights
+from megamoe_cuda import backend, session
+from megamoe_cuda.kernel_config import BLOCK_K, KernelConfig
+from megamoe_cuda.launcher import RankCall
+from megamoe_cuda.taps import pool_rows
+from megamoe_cuda.workspace_layout import kernel_workspace
+
+E4M3 = torch.float8_e4m3fn
+
+
+def pytest_unconfigure() -> None:
+    """Undo the patches that importing this plugin made."""
+    PATCHES.undo()
+
+
+def _patch() -> pytest.MonkeyPatch:
+    patches = pytest.MonkeyPatch()
+    patches.setattr(backend, "SEEN_RIGHT_ON", "a stand-in")
+    patches.setattr(backend, "IMPLEMENTED", backend.IMPLEMENTED - {Capability.GRAPH_CAPTURE})
+    patches.setattr(backend, "WORKSPACE_ALIGNMENT", 64)  # torch's CPU allocator gives no more
+    patches.setattr(backend.CudaBackend, "probe", lambda self: Verdict.yes("a stand-in"))
+    patches.setattr(backend, "_require_machine", lambda plan, alone: torch.device("cpu"))
+    patches.setattr(session, "load_or_compile", lambda config: config)
+    patches.setattr(session, "LoadedKernel", CpuKernel)
+    patches.setattr(session, "pinned_words", lambda count: torch.zeros(count, dtype=torch.int32))
+    for name, value in (
+        ("current_device", lambda: None),
+        ("synchronize", lambda device=None: None),
+        ("current_stream", lambda device=None: SimpleNamespace(cuda_stream=0)),
+        ("is_current_stream_capturing", lambda: False),
+        ("device", lambda device: contextlib.nullcontext()),
+        ("nvtx", SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)),
+    ):
+        patches.setattr(torch.cuda, name, value)
+    return patches
+
+
+class CpuKernel:
+    """In place of `LoadedKernel`."""
+
+    def __init__(self, config: KernelConfig) -> None:
+        self.config = config
+
+    def unload(self) -> None:
+        """Nothing is loaded."""
+
+    def launch(self, *, workspaces: Sequence[int], calls: Sequence[RankCall], **_: Any) -> None:
+        config = self.config
+        problem = _problem(config)
+        arguments = [_arguments(config, call) for call in calls]
+        result = staged(problem, *map(list, zip(*arguments, strict=True)))
+        received = _received(problem, [ids for _, ids, _, _ in arguments])
+        for rank, call in enumerate(calls):
+            y, counts, ids = result.outputs[rank], received[rank], arguments[rank][1]
+            at(call.out, torch.bfloat16, *y.shape).copy_(y)
+            at(call.expert_counts, torch.int32, len(counts)).copy_(counts)
+            dropped = at(workspaces[rank] + kernel_workspace(config).offset("dropped_ids"), torch.int32, 1)
+            dropped += int(((ids < -1) | (ids >= problem.num_experts)).sum())
+            if call.gemm1_tap and counts.sum():
+                _store_taps(config, workspaces[rank], call, counts.tolist(), result.taps[rank])
+
+
+def at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor over memory that somebody else owns."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _problem(config: KernelConfig) -> MoEProblem:
+    return MoEProblem(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        num_max_tokens_per_rank=config.num_max_tokens_per_rank,
+        ep_size=config.num_ranks,
+        transport=config.transport,
+        activation=config.activation,
+        swiglu_limit=config.swiglu_limit,
+    )
+
+
+def _arguments(config: KernelConfig, call: RankCall) -> tuple[HiddenStates, Tensor, Tensor, Fp8BlockWeights]:
+    num_tokens = call.num_tokens
+    if call.device_num_tokens:
+        num_tokens = min(num_tokens, int(at(call.device_num_tokens, torch.int32, 1)))
+    experts, hidden, inter = config.num_local_experts, config.hidden_size, config.intermediate_size
+    states: HiddenStates = at(call.hidden_states, E4M3 if call.hidden_scales else torch.bfloat16, num_tokens, hidden)
+    if call.hidden_scales:
+        assert isinstance(states, Tensor)
+        states = states, at(call.hidden_scales, torch.float32, num_tokens, hidden // BLOCK_K)
+    picks = (num_tokens, config.top_k)
+    weights = Fp8BlockWeights(
+        layout="packed",
+        w13_weight=INTERLEAVED_8.invert(at(call.w13, E4M3, experts, 2 * inter, hidden)),
+        w13_weight_scale=at(call.w13_scale, torch.float32, experts, 2 * inter // BLOCK_K, hidden // BLOCK_K),
+        w2_weight=at(call.w2, E4M3, experts, hidden, inter),
+        w2_weight_scale=at(call.w2_scale, torch.float32, experts, hidden // BLOCK_K, inter // BLOCK_K),
+    )
+    ids = at(call.topk_ids, torch.int64 if call.topk_ids_are_int64 else torch.int32, *picks)
+    return states, ids, at(call.topk_weights, torch.float32, *picks), weights
+
+
+def _received(problem: MoEProblem, ids: Sequence[Tensor]) -> Tensor:
+    """`[ep_size, E_local]` rows that each expert receives."""
+    picks = torch.cat([one.flatten().long() for one in ids])
+    picks = picks[(picks >= 0) & (picks < problem.num_experts)]
+    return torch.bincount(picks, minlength=problem.num_experts).view(problem.ep_size, -1).int()
+
+
+def _store_taps(config: KernelConfig, workspace: int, call: RankCall, counts: list[int], taps: StageTaps) -> None:
+    """As the kernel leaves them: ring rows, gate and up interleaved, scales transposed within a block."""
+    assert config.tap_gemm1
+    assert not config.ring_wraps
+    block_m, ring_rows, inter = config.tile.block_m, config.ring.num_rows, config.intermediate_size
+    layout, rows = kernel_workspace(config), pool_rows(counts, block_m)
+    assert taps.gate_up is not None
+    at(call.gemm1_tap, torch.float32, ring_rows, 2 * inter)[rows] = INTERLEAVED_8.apply(taps.gate_up)
+    meta = at(workspace + layout.offset("pool_meta"), torch.int32, ring_rows, 4)
+    meta[rows, 0], meta[rows, 1] = taps.src_rank.int(), taps.src_pick.int()
+    payload = at(workspace + layout.offset("a2_payload"), torch.uint8, ring_rows, inter)
+    payload[rows] = taps.a2.payload.view(torch.uint8)
+    scales = at(workspace + layout.offset("a2_scales"), torch.float32, ring_rows // block_m, inter // BLOCK_K, block_m)
+    assert taps.a2.scales is not None
+    scales[rows // block_m, :, rows % block_m] = taps.a2.scales
+
+
+PATCHES = _patch()
