@@ -75,6 +75,7 @@ class World(ABC):
 
     def __init__(self, ep_size: int) -> None:
         self.ep_size = ep_size
+        self.broken = False  # a rank is gone: of no use to further tests
         self._next_key = 0
 
     @abstractmethod
@@ -320,6 +321,7 @@ class ProcessWorld(World):
         try:
             outcome = pickle.loads(self.pipes[rank].recv_bytes())  # noqa: S301 - from our own child
         except (EOFError, OSError):
+            self.broken = True
             return Outcome(error=RankProcessError(f"rank {rank}'s process is gone", rank=rank))
         assert isinstance(outcome, Outcome)
         return outcome
@@ -386,18 +388,23 @@ def _group_maker(context: RankContext, device: torch.device) -> Callable[[int], 
 
 
 class _HostPickler(pickle.Pickler):
-    """Pickles tensors by value: on the host, and only the part of their storage that they show.
+    """Pickles tensors by value and in host memory.
 
-    `Connection.send` would move them through shared memory that the sender has to keep alive.
+    `Connection.send` would move them through shared memory that the sender has to keep alive, and plain pickle takes
+    whole storages and, in torch 2.13, no FP8.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return NotImplemented
-        host = obj.detach().cpu()
-        if host.untyped_storage().nbytes() != host.nbytes:
-            host = host.clone()
-        return host.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
+        data = obj.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, obj.dtype, tuple(obj.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _dumps(message: object) -> bytes:

@@ -77,7 +77,7 @@ class Workbench:
 
     def world(self, ep_size: int) -> World:
         """Ranks that live on until another number of them is asked for."""
-        if self._world is None or self._world.ep_size != ep_size:
+        if self._world is None or self._world.ep_size != ep_size or self._world.broken:
             self.close()
             self._world = self.new_world(ep_size)
         return self._world
