@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ class NvshmemGroup(Group):
                 f"no peer-to-peer path from rank {self.rank} to rank {rank}: NVSHMEM can't map its memory",
                 hint="look at `nvidia-smi topo -p2p r`",
             )
-        return torch.as_tensor(_DeviceBytes(peer_address, num_bytes), device=self._device)
+        return bytes_at(peer_address, num_bytes, self._device)
 
     def free(self, buffer: SymmetricBuffer) -> None:
         """COLLECTIVE. Give back a buffer of `allocate`; its tensors must not be used any more."""
@@ -146,16 +145,13 @@ class NvshmemGroup(Group):
         """NVSHMEM stays initialised; see the top of this file."""
 
 
-@dataclass(frozen=True)
-class _DeviceBytes:
-    """Device memory that NVSHMEM owns, for `torch.as_tensor`."""
+def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 `[num_bytes]` over memory that NVSHMEM owns, as `device` addresses it.
 
-    address: int
-    num_bytes: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+    Not through `__cuda_array_interface__`: torch asks the driver whose memory it is, hears the peer's GPU, and copies.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
 
 
 def _load() -> tuple[Any, Any]:
