@@ -153,8 +153,10 @@ class CudaBackend(Backend):
                 allocate=lambda num_bytes: _allocate(provider, size, num_bytes, device, workspace, timeout_s),
             )
 
-        session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
-        session.start()
+        # Not as inference tensors, wherever it is opened: reset() writes to them in any mode.
+        with torch.inference_mode(False):
+            session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
+            session.start()
         return session
 
 

@@ -118,7 +118,8 @@ class CudaSession(Session):
 
     def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
         assert isinstance(weights, Fp8BlockWeights)
-        return kernel_weights.prepare(weights, self.plan.problem, self._device)
+        with torch.inference_mode(False), torch.no_grad():  # so that experts can be moved in place in any mode
+            return kernel_weights.prepare(weights, self.plan.problem, self._device)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -455,7 +456,7 @@ def _require_ids(topk_ids: Tensor, num_experts: int) -> None:
 
 def pinned_words(count: int) -> Tensor:
     """Zeroed words in host memory that the GPU can write to, at the same address."""
-    return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+    return torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def _as_int32(value: int) -> int:

@@ -148,6 +148,20 @@ def test_a_workspace_can_be_handed_in() -> None:
         BACKEND.open(plan, VirtualRanks(), workspace=workspace[:-1024])
 
 
+def test_opened_in_inference_mode_and_under_another_default_device() -> None:
+    with torch.inference_mode(), torch.device("meta"):
+        session = open_virtual(PROBLEM)
+    with session:
+        shares = experts(PROBLEM)
+        with torch.inference_mode():
+            weights = [session.prepare(share) for share in shares]
+            expected = call_all(session, PROBLEM, weights, 64)
+        session.reset()
+        for tensor in weights[0].tensors.values():
+            tensor[0].copy_(tensor[0].clone())
+        assert torch.equal(call_all(session, PROBLEM, weights, 64), expected)
+
+
 def test_out_of_memory_is_a_typed_error() -> None:
     free, _ = torch.cuda.mem_get_info()
     hog = torch.empty(int(free * 0.95), dtype=torch.uint8, device="cuda")

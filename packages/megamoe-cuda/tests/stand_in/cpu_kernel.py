@@ -45,7 +45,7 @@ def _patch() -> pytest.MonkeyPatch:
     patches.setattr(backend, "_require_machine", lambda plan, alone: torch.device("cpu"))
     patches.setattr(session, "load_or_compile", lambda config: config)
     patches.setattr(session, "LoadedKernel", CpuKernel)
-    patches.setattr(session, "pinned_words", lambda count: torch.zeros(count, dtype=torch.int32))
+    patches.setattr(session, "pinned_words", lambda count: torch.zeros(count, dtype=torch.int32, device="cpu"))
     for name, value in (
         ("current_device", lambda: None),
         ("synchronize", lambda device=None: None),
