@@ -13,6 +13,9 @@ FLOAT_BYTES = 4
 WORD_BYTES = 4
 BARRIER_BYTES = 8
 FACTS_BYTES = 8  # CtaFacts of symm/cta.cuh
+QUEUE_SLOTS = 4  # kQueueSlots of pipeline/tile_queue.cuh
+TILE_BYTES = 24  # Tile of schedule/units.cuh
+TILE_SLOT_BYTES = 32
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
 SCALES_ALIGNMENT = 128
 
@@ -29,7 +32,9 @@ class SharedMemory:
     scales: int
     staging: int
     exchange: int
+    tiles: int
     barriers: int
+    queue_barriers: int
     result: int
     gave_up: int
     facts: int
@@ -54,8 +59,10 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     scales = weights + tile.num_stages * weight_stage
     staging = round_up(scales + tile.num_stages * scale_stage, SCALES_ALIGNMENT)
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
-    barriers = exchange + 2 * 2 * tile.block_m * FLOAT_BYTES  # two buffers, two warpgroups
-    result = barriers + 2 * tile.num_stages * BARRIER_BYTES
+    tiles = exchange + 2 * tile.block_m * FLOAT_BYTES  # two warpgroups
+    barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES
+    queue_barriers = barriers + 2 * tile.num_stages * BARRIER_BYTES
+    result = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
     gave_up = result + WORD_BYTES
     facts = gave_up + WORD_BYTES
     pool_plan = facts + FACTS_BYTES
@@ -77,7 +84,9 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         scales=scales,
         staging=staging,
         exchange=exchange,
+        tiles=tiles,
         barriers=barriers,
+        queue_barriers=queue_barriers,
         result=result,
         gave_up=gave_up,
         facts=facts,

@@ -16,14 +16,14 @@ from megamoe.schedule.workspace import (
 )
 from megamoe_cuda.kernel_config import KernelConfig
 
-NUM_ROUTE_JOINS = 1
+NUM_ROUTE_WORDS = 2  # the join of the CTAs that route; the units that CTAs have claimed
 
 
 def kernel_workspace(config: KernelConfig) -> WorkspaceLayout:
     """Where everything is. Kernels of one session (equal problems and `session_rings`) get equal layouts.
 
     Besides the common arrays: `epoch`, the last call that ended; `route_totals`, twice (by parity), this rank's picks
-    per expert and the join of the CTAs that route.
+    per expert, the join of the CTAs that route, and how many units CTAs have claimed.
     """
     common = plan_workspace(
         hidden_size=config.hidden_size,
@@ -37,7 +37,7 @@ def kernel_workspace(config: KernelConfig) -> WorkspaceLayout:
         rings=config.session_rings,
     )
     layout = common
-    for name, dims in (("epoch", (1,)), ("route_totals", (2, config.num_experts + NUM_ROUTE_JOINS))):
+    for name, dims in (("epoch", (1,)), ("route_totals", (2, config.num_experts + NUM_ROUTE_WORDS))):
         array = Array(
             name=name,
             section=Section.LOCAL,

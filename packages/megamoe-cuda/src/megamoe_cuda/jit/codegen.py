@@ -14,7 +14,7 @@ from megamoe_cuda.kernel_config import (
     NUM_THREADS,
     KernelConfig,
 )
-from megamoe_cuda.smem_budget import STAGING_WARP_BYTES, shared_memory
+from megamoe_cuda.smem_budget import STAGING_WARP_BYTES, TILE_BYTES, TILE_SLOT_BYTES, shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 INCLUDE_DIR = Path(__file__).resolve().parent.parent / "include"
@@ -112,7 +112,11 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "SmemScales": memory.scales,
         "SmemStaging": memory.staging,
         "SmemExchange": memory.exchange,
+        "SmemTiles": memory.tiles,
         "SmemBarriers": memory.barriers,
+        "SmemQueueBarriers": memory.queue_barriers,
+        "TileBytes": TILE_BYTES,
+        "TileSlotBytes": TILE_SLOT_BYTES,
         "SmemResult": memory.result,
         "SmemGaveUp": memory.gave_up,
         "SmemFacts": memory.facts,

@@ -44,11 +44,12 @@ __device__ __forceinline__ void plan_pool(const Cta& cta, PoolPlan& plan) {
     }
 }
 
-__device__ __forceinline__ void producer_role(const Cta& cta, const PoolPlan& plan, const Ring& ring, uint32_t warp) {
+__device__ __forceinline__ void producer_role(const Cta& cta, const PoolPlan& plan, const Ring& ring,
+                                              const TileQueue& queue, uint32_t warp) {
     if (warp == 0) {
-        if (lane_id() == 0) weight_loader(cta, plan, ring);
+        if (lane_id() == 0) weight_loader(cta, plan, ring, queue);
     } else if (warp == 1) {
-        if (lane_id() == 0) activation_loader(cta, plan, ring);
+        if (lane_id() == 0) activation_loader(cta, ring, queue);
     } else {
         dispatch_role(cta, plan, warp - 2);
         trace(cta, TracePoint::kPulled, warp == 2 && lane_id() == 0);
@@ -62,9 +63,11 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     using namespace megamoe;
     extern __shared__ __align__(1024) uint8_t shared[];
     const Ring ring{ptx::shared_address(shared)};
+    const TileQueue queue{ring.base};
     auto& plan = *reinterpret_cast<PoolPlan*>(shared + cfg::kSmemPoolPlan);
     if (threadIdx.x == 0) {
         ring.initialize();
+        queue.initialize();
         identify_cta(arguments, ring.facts());
     }
     __syncthreads();
@@ -77,9 +80,9 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     const uint32_t warp = warp_id();
     if (warp < cfg::kProducerWarps) {
         ptx::release_registers_to<cfg::kProducerRegisters>();
-        producer_role(cta, plan, ring, warp);
+        producer_role(cta, plan, ring, queue, warp);
     } else {
         ptx::claim_registers_to<cfg::kMathRegisters>();
-        math_role(arguments, plan, ring);
+        math_role(arguments, plan, ring, queue);
     }
 }

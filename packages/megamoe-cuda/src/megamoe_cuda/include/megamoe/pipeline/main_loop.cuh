@@ -160,34 +160,33 @@ struct MainLoop {
         }
     }
 
-    __device__ __forceinline__ void multiply(const Tile& tile, const WeightScales& weight_scales, Accumulators& sums) {
+    __device__ __forceinline__ void multiply(bool is_gemm2, const WeightScales& weight_scales, Accumulators& sums) {
 #pragma unroll
         for (uint32_t half = 0; half < kHalves; ++half)
 #pragma unroll
             for (int i = 0; i < 64; ++i) sums.values[half][i] = 0.f;
         float product[64];
-        const uint32_t k_blocks = tile.k_blocks();
+        const uint32_t k_blocks = is_gemm2 ? cfg::kGemm2KBlocks : cfg::kGemm1KBlocks;
         if constexpr (cfg::kUnrollByRing) {  // every K is a multiple of the ring: a tile starts at stage 0
 #pragma unroll 1
             for (uint32_t k = 0; k < k_blocks; k += cfg::kNumStages) {
 #pragma unroll
                 for (uint32_t stage = 0; stage < cfg::kNumStages; ++stage) {
-                    multiply_stage(k + stage, stage, tile.is_gemm2, weight_scales, sums, product);
+                    multiply_stage(k + stage, stage, is_gemm2, weight_scales, sums, product);
                 }
                 position.phase ^= 1;
             }
         } else {
 #pragma unroll 1
             for (uint32_t k = 0; k < k_blocks; ++k) {
-                multiply_stage(k, position.stage, tile.is_gemm2, weight_scales, sums, product);
+                multiply_stage(k, position.stage, is_gemm2, weight_scales, sums, product);
                 position.advance();
             }
         }
     }
 
     // Keeps the ring in step for a warpgroup whose rows are all padding.
-    __device__ __forceinline__ void skip(const Tile& tile) {
-        const uint32_t k_blocks = tile.k_blocks();
+    __device__ __forceinline__ void skip(uint32_t k_blocks) {
 #pragma unroll 1
         for (uint32_t k = 0; k < k_blocks; ++k) {
             await_full(position.stage);

@@ -93,35 +93,57 @@ __device__ __forceinline__ uint4* out_columns(const Cta& cta, uint32_t token, ui
     return reinterpret_cast<uint4*>(out + static_cast<uint64_t>(token) * cfg::kHiddenSize + column);
 }
 
-__device__ __forceinline__ void combine_columns(const Cta& cta, uint32_t token, uint32_t column) {
-    const uint32_t slots = valid_slots(cta, token);
-    if (column >= cfg::kHiddenSize) return;
+// One warp's share: kCombineColumns columns of a token, 8 a lane. Loading and summing are apart, so that the loads of
+// several items are in flight at once.
+struct CombineItem {
+    uint32_t token, column, slots;
     TransportedColumns rows[cfg::kTopK];
+
+    // `item` past the end loads nothing.
+    __device__ __forceinline__ void load(const Cta& cta, uint32_t item) {
+        constexpr uint32_t kItemsPerToken = ceil_div(cfg::kHiddenSize, kCombineColumns);
+        token = item / kItemsPerToken;
+        column = item % kItemsPerToken * kCombineColumns + lane_id() * 8;
+        if (token >= cta.num_tokens) column = cfg::kHiddenSize;
+        slots = token < cta.num_tokens ? valid_slots(cta, token) : 0;
+        if (column >= cfg::kHiddenSize) return;
 #pragma unroll
-    for (uint32_t k = 0; k < cfg::kTopK; ++k) {
-        if (slots >> k & 1) rows[k] = TransportedColumns::load(cta.workspace.combine_row(k, token), column);
+        for (uint32_t k = 0; k < cfg::kTopK; ++k) {
+            if (slots >> k & 1) rows[k] = TransportedColumns::load(cta.workspace.combine_row(k, token), column);
+        }
     }
-    float sum[8] = {};
+    __device__ __forceinline__ void store(const Cta& cta) const {
+        if (column >= cfg::kHiddenSize) return;
+        float sum[8] = {};
 #pragma unroll
-    for (uint32_t k = 0; k < cfg::kTopK; ++k) {
-        if (slots >> k & 1) rows[k].add_to(sum);
+        for (uint32_t k = 0; k < cfg::kTopK; ++k) {
+            if (slots >> k & 1) rows[k].add_to(sum);
+        }
+        *out_columns(cta, token, column) =
+            make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
+                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
     }
-    *out_columns(cta, token, column) = make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
-                                                  ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
+};
+
+// The call was aborted: the output says so in every element.
+__device__ __forceinline__ void fill_with_nan(const Cta& cta, uint32_t math_thread) {
+    constexpr uint32_t kWordsPerToken = cfg::kHiddenSize / 8;
+    const uint64_t words = static_cast<uint64_t>(cta.num_tokens) * kWordsPerToken;
+    for (uint64_t i = cta.index * kMathThreads + math_thread; i < words; i += cfg::kCtasPerRank * kMathThreads) {
+        out_columns(cta, 0, 0)[i] = make_uint4(0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u);
+    }
 }
 
-// `valid` false: the call was aborted, and the output says so in every element.
-__device__ __forceinline__ void combine_role(const Cta& cta, uint32_t warp, bool valid) {
-    constexpr uint32_t kItems = ceil_div(cfg::kHiddenSize, kCombineColumns);
-    for (uint32_t item = warp * cfg::kCtasPerRank + cta.index; item < cta.num_tokens * kItems;
-         item += cfg::kMathWarps * cfg::kCtasPerRank) {
-        const uint32_t token = item / kItems;
-        const uint32_t column = (item % kItems) * kCombineColumns + lane_id() * 8;
-        if (valid) {
-            combine_columns(cta, token, column);
-        } else if (column < cfg::kHiddenSize) {
-            *out_columns(cta, token, column) = make_uint4(0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u);
-        }
+__device__ __forceinline__ void combine_role(const Cta& cta, uint32_t warp) {
+    constexpr uint32_t kItemsInFlight = cfg::kTopK > 8 ? 1 : 2;
+    constexpr uint32_t kStride = cfg::kMathWarps * cfg::kCtasPerRank;
+    const uint32_t num_items = cta.num_tokens * ceil_div(cfg::kHiddenSize, kCombineColumns);
+    for (uint32_t first = warp * cfg::kCtasPerRank + cta.index; first < num_items; first += kItemsInFlight * kStride) {
+        CombineItem items[kItemsInFlight];
+#pragma unroll
+        for (uint32_t i = 0; i < kItemsInFlight; ++i) items[i].load(cta, first + i * kStride);
+#pragma unroll
+        for (uint32_t i = 0; i < kItemsInFlight; ++i) items[i].store(cta);
     }
 }
 

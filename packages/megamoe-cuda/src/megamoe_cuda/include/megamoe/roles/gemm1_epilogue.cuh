@@ -36,11 +36,10 @@ __device__ __forceinline__ uint32_t row_amax_bits(const Accumulators& sums, int 
     return max_over_lanes<4>(bits);
 }
 
-// The other warpgroup's amax of the same rows. `exchange` [2 buffers][2 warpgroups][kBlockM] alternates by tile, so one
-// barrier of all math threads per tile is enough: a buffer is written again only after the barrier of the tile between.
-__device__ __forceinline__ void exchange_amax(uint32_t exchange, const MathThread& thread, uint32_t buffer,
-                                              uint32_t (&amax_bits)[2]) {
-    const uint32_t rows = exchange + 4 * (buffer * 2 * cfg::kBlockM + thread.row());
+// The larger of both warpgroups' amax of the same rows, through `exchange` [2 warpgroups][kBlockM]. It is written again
+// only after the barrier of publish_tile, which follows every read.
+__device__ __forceinline__ void exchange_amax(uint32_t exchange, const MathThread& thread, uint32_t (&amax_bits)[2]) {
+    const uint32_t rows = exchange + 4 * thread.row();
     const uint32_t own = rows + 4 * thread.warpgroup * cfg::kBlockM;
     const uint32_t other = rows + 4 * (thread.warpgroup ^ 1) * cfg::kBlockM;
     if (thread.quad == 0) {
@@ -101,15 +100,14 @@ __device__ __forceinline__ void tap_accumulators(const Cta& cta, const PoolPlan&
 }
 
 __device__ __forceinline__ void gemm1_epilogue(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
-                                               const Tile& tile, Accumulators& sums, uint32_t exchange,
-                                               uint32_t buffer, bool alive) {
+                                               const Tile& tile, Accumulators& sums, uint32_t exchange, bool alive) {
     if constexpr (cfg::kTapGemm1) {
         if (alive) tap_accumulators(cta, plan, thread, tile, sums);
     }
 #pragma unroll
     for (uint32_t half = 0; half < kHalves; ++half) activate_half(sums.values[half]);
     uint32_t amax_bits[2] = {row_amax_bits(sums, 0), row_amax_bits(sums, 1)};
-    if constexpr (!cfg::kSplitM) exchange_amax(exchange, thread, buffer, amax_bits);
+    if constexpr (!cfg::kSplitM) exchange_amax(exchange, thread, amax_bits);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const BlockScale scale(amax_bits[h]);

@@ -5,9 +5,8 @@
 //                      then fence.proxy.async, because ordinary stores wrote what bulk copies read.
 #pragma once
 
-#include "megamoe/pipeline/ring.cuh"
+#include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/ptx/tma.cuh"
-#include "megamoe/schedule/units.cuh"
 
 namespace megamoe {
 
@@ -18,38 +17,53 @@ __device__ __forceinline__ bool fill_stages(const Cta& cta, const Ring& ring, Ri
 #pragma unroll 1
     for (uint32_t k = 0; k < k_blocks; ++k) {
         if (!wait_mbarrier(cta.watchdog(), ring.empty(position.stage), position.phase ^ 1)) return false;
+        if (ring.gave_up()) return false;  // the math warps released the stage without waiting for it
         load(position.stage, ring.full(position.stage), k);
         position.advance();
     }
     return true;
 }
 
-// Leaves after an abort. A CTA must not end while bulk copies still write to its shared memory, and nobody waits for
-// them any more; they land within microseconds.
-__device__ __forceinline__ void give_up(const Ring& ring) {
-    ring.give_up();
+// A CTA must not end while bulk copies still write to its shared memory, and after an abort nobody waits for them; they
+// land within microseconds.
+__device__ __forceinline__ void outlast_copies_in_flight() {
     for (int i = 0; i < 64; ++i) __nanosleep(1000);
 }
 
-// One thread.
-__device__ __forceinline__ void weight_loader(const Cta& cta, const PoolPlan& plan, const Ring& ring) {
+__device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
+                                             RingPosition& position) {
+    const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().w2 : cta.own().w13;
+    const uint32_t expert_rows = tile.is_gemm2 ? cfg::kHiddenSize : 2 * cfg::kIntermediateSize;
+    const uint32_t row = tile.expert * expert_rows + tile.n_tile * cfg::kBlockN;
+    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
+        ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
+        if constexpr (cfg::kWeightsEvictFirst) {
+            ptx::tma_load_2d_evict_first(ring.weights(stage), map, k * 128, row, full);
+        } else {
+            ptx::tma_load_2d(ring.weights(stage), map, k * 128, row, full);
+        }
+    });
+}
+
+// One thread: claims units, publishes them to the other roles, loads their weights.
+__device__ __forceinline__ void weight_loader(const Cta& cta, const PoolPlan& plan, const Ring& ring,
+                                              const TileQueue& queue) {
     RingPosition position;
     const uint32_t units = num_units(plan.num_blocks());
-    for (uint32_t unit = cta.index; unit < units; unit += cfg::kCtasPerRank) {
+    uint32_t unit = cta.index;
+    bool working = true;
+#pragma unroll 1
+    for (uint32_t turn = 0; working && unit < units; ++turn) {
         const Tile tile = tile_at(unit, plan);
-        const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().w2 : cta.own().w13;
-        const uint32_t expert_rows = tile.is_gemm2 ? cfg::kHiddenSize : 2 * cfg::kIntermediateSize;
-        const uint32_t row = tile.expert * expert_rows + tile.n_tile * cfg::kBlockN;
-        const auto load = [&](uint32_t stage, uint32_t full, uint32_t k) {
-            ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
-            if constexpr (cfg::kWeightsEvictFirst) {
-                ptx::tma_load_2d_evict_first(ring.weights(stage), map, k * 128, row, full);
-            } else {
-                ptx::tma_load_2d(ring.weights(stage), map, k * 128, row, full);
-            }
-        };
-        if (!fill_stages(cta, ring, position, tile.k_blocks(), load)) return give_up(ring);
+        queue.publish(turn, tile);
+        working = load_weights(cta, tile, ring, position);
+        unit = cfg::kCtasPerRank + atomicAdd(cta.workspace.claimed_units(cta.epoch), 1u);
+        if (!working || unit >= units) queue.publish(turn + 1, Tile{});
     }
+    if (cta.index >= units) queue.publish(0, Tile{});
+    if (working) return;
+    ring.give_up();
+    outlast_copies_in_flight();
 }
 
 __device__ __forceinline__ bool await_activations(const Cta& cta, const Tile& tile) {
@@ -62,22 +76,29 @@ __device__ __forceinline__ bool await_activations(const Cta& cta, const Tile& ti
     return ready;
 }
 
+__device__ __forceinline__ bool load_activations(const Cta& cta, const Tile& tile, const Ring& ring,
+                                                 RingPosition& position) {
+    const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().a2 : cta.own().pool;
+    const float* scales =
+        tile.is_gemm2 ? cta.workspace.a2_scales(tile.ring_slot, 0) : cta.workspace.pool_scales(tile.ring_slot, 0);
+    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
+        ptx::mbarrier_arrive_expect_tx(full, cfg::kActivationStageBytes + cfg::kScaleStageBytes);
+        ptx::tma_load_2d(ring.activations(stage), map, k * 128, tile.ring_slot * cfg::kBlockM, full);
+        ptx::bulk_load(ring.scales(stage), scales + k * cfg::kBlockM, cfg::kScaleStageBytes, full);
+    });
+}
+
 // One thread.
-__device__ __forceinline__ void activation_loader(const Cta& cta, const PoolPlan& plan, const Ring& ring) {
+__device__ __forceinline__ void activation_loader(const Cta& cta, const Ring& ring, const TileQueue& queue) {
     RingPosition position;
-    const uint32_t units = num_units(plan.num_blocks());
-    for (uint32_t unit = cta.index; unit < units; unit += cfg::kCtasPerRank) {
-        const Tile tile = tile_at(unit, plan);
-        if (!await_activations(cta, tile)) return give_up(ring);
-        const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().a2 : cta.own().pool;
-        const float* scales = tile.is_gemm2 ? cta.workspace.a2_scales(tile.ring_slot, 0)
-                                            : cta.workspace.pool_scales(tile.ring_slot, 0);
-        const auto load = [&](uint32_t stage, uint32_t full, uint32_t k) {
-            ptx::mbarrier_arrive_expect_tx(full, cfg::kActivationStageBytes + cfg::kScaleStageBytes);
-            ptx::tma_load_2d(ring.activations(stage), map, k * 128, tile.ring_slot * cfg::kBlockM, full);
-            ptx::bulk_load(ring.scales(stage), scales + k * cfg::kBlockM, cfg::kScaleStageBytes, full);
-        };
-        if (!fill_stages(cta, ring, position, tile.k_blocks(), load)) return give_up(ring);
+#pragma unroll 1
+    for (uint32_t turn = 0;; ++turn) {
+        queue.await(turn);
+        const Tile tile = queue.read(turn);
+        if (tile.is_end()) return;
+        if (await_activations(cta, tile) && load_activations(cta, tile, ring, position)) continue;
+        ring.give_up();
+        return outlast_copies_in_flight();
     }
 }
 

@@ -4,6 +4,7 @@
 // multiplies: who the CTA and the thread are is recalled for each epilogue.
 #pragma once
 
+#include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/roles/combine.cuh"
 #include "megamoe/symm/trace.cuh"
 
@@ -14,8 +15,9 @@ __device__ __forceinline__ uint32_t staging_lines(const Ring& ring, const MathTh
     return ring.base + cfg::kSmemStaging + (thread.warpgroup * 4 + thread.warp) * cfg::kStagingWarpBytes;
 }
 
-__device__ __forceinline__ void start_tile(const KernelArguments& arguments, const Ring& ring, const Tile& tile,
-                                           MainLoop& loop) {
+__device__ __forceinline__ void start_tile(const KernelArguments& arguments, const Ring& ring, const TileQueue& queue,
+                                           uint32_t turn, MainLoop& loop) {
+    const Tile tile = queue.read(turn);
     if (!tile.is_gemm2) return;
     loop.await_full(loop.position.stage);  // what the loader waited for is visible: the block's meta too
     const MathThread thread = MathThread::identify();
@@ -23,13 +25,14 @@ __device__ __forceinline__ void start_tile(const KernelArguments& arguments, con
 }
 
 __device__ __forceinline__ void end_tile(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
-                                         const Tile& tile, Accumulators& sums, uint32_t buffer, bool alive) {
+                                         const TileQueue& queue, uint32_t turn, Accumulators& sums, bool alive) {
     const Cta cta = recall_cta(arguments, ring.facts());
     const MathThread thread = MathThread::identify();
+    const Tile tile = queue.read(turn);
     if (tile.is_gemm2) {
         gemm2_epilogue(cta, thread, tile, sums, staging_lines(ring, thread), alive);
     } else {
-        gemm1_epilogue(cta, plan, thread, tile, sums, ring.base + cfg::kSmemExchange, buffer, alive);
+        gemm1_epilogue(cta, plan, thread, tile, sums, ring.base + cfg::kSmemExchange, alive);
     }
 }
 
@@ -41,54 +44,61 @@ __device__ __forceinline__ bool has_only_padding(const Tile& tile) {
 // Keeps the ring and the flags in step without a multiplication.
 __device__ __forceinline__ void skip_tile(const KernelArguments& arguments, const Ring& ring, const Tile& tile,
                                           MainLoop& loop) {
-    loop.skip(tile);
+    loop.skip(tile.k_blocks());
     const Cta cta = recall_cta(arguments, ring.facts());
     uint32_t* flag = tile.is_gemm2 ? cta.workspace.block_retired(cta.epoch) : cta.workspace.a2_written(cta.epoch);
     publish_tile(MathThread::identify(), flag + tile.block, loop.alive);
 }
 
-__device__ __forceinline__ void math_role(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring) {
+// Waits for the tile of `turn` and loads its weight scales; false at the end.
+__device__ __forceinline__ bool prepare_tile(const KernelArguments& arguments, const Ring& ring,
+                                             const TileQueue& queue, uint32_t turn, WeightScales& weight_scales) {
+    queue.await(turn);
+    const Tile tile = queue.read(turn);
+    if (tile.is_end()) return false;
+    weight_scales.load(recall_cta(arguments, ring.facts()), MathThread::identify(), tile);
+    return true;
+}
+
+__device__ __forceinline__ void end_call(const KernelArguments& arguments, const Ring& ring, bool alive) {
+    const Cta cta = recall_cta(arguments, ring.facts());
+    const MathThread thread = MathThread::identify();
+    const uint32_t warp = thread.warpgroup * 4 + thread.warp;
+    const bool is_speaker = warp == 0 && thread.lane == 0;
+    trace(cta, TracePoint::kMultiplied, is_speaker);
+    const bool finished = finish(cta, warp, ring.base + cfg::kSmemResult);
+    trace(cta, TracePoint::kFinished, is_speaker);
+    if (finished && alive) combine_role(cta, warp);
+    else fill_with_nan(cta, warp * kWarpSize + thread.lane);
+    trace(cta, TracePoint::kCombined, is_speaker);
+}
+
+__device__ __forceinline__ void math_role(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
+                                          const TileQueue& queue) {
     MainLoop loop(ring, MathThread::identify());
-    const uint32_t units = num_units(plan.num_blocks());
-    uint32_t unit = recall_cta(arguments, ring.facts()).index;
-    uint32_t buffer = 0;
     WeightScales weight_scales{};
-    Tile tile{};
-    const auto prepare_tile = [&] {
-        tile = tile_at(unit, plan);
-        weight_scales.load(recall_cta(arguments, ring.facts()), MathThread::identify(), tile);
-    };
-    if (unit < units) prepare_tile();
-    // What follows the last tile stands inside the loop: code after it made ptxas drop the 240-register budget and
-    // spill (2.5 times slower).
+    bool more = prepare_tile(arguments, ring, queue, 0, weight_scales);
+    // What follows the last tile stands inside the loop: code after it made ptxas drop the register budget and spill
+    // (2.5 times slower).
 #pragma unroll 1
-    for (;;) {
-        if (unit >= units) {
-            const Cta cta = recall_cta(arguments, ring.facts());
-            const MathThread thread = MathThread::identify();
-            const uint32_t warp = thread.warpgroup * 4 + thread.warp;
-            const bool is_speaker = warp == 0 && thread.lane == 0;
-            trace(cta, TracePoint::kMultiplied, is_speaker);
-            const bool finished = finish(cta, warp, ring.base + cfg::kSmemResult);
-            trace(cta, TracePoint::kFinished, is_speaker);
-            combine_role(cta, warp, finished && loop.alive);
-            trace(cta, TracePoint::kCombined, is_speaker);
+    for (uint32_t turn = 0;; ++turn) {
+        if (!more) {
+            end_call(arguments, ring, loop.alive);
             break;
         }
-        const Tile current = tile;
-        if (has_only_padding(current)) {
-            skip_tile(arguments, ring, current, loop);
-            unit += cfg::kCtasPerRank;
-            if (unit < units) prepare_tile();
+        const Tile tile = queue.read(turn);
+        if (has_only_padding(tile)) {
+            skip_tile(arguments, ring, tile, loop);
+            queue.release(turn);
+            more = prepare_tile(arguments, ring, queue, turn + 1, weight_scales);
             continue;
         }
         Accumulators sums;
-        start_tile(arguments, ring, current, loop);
-        loop.multiply(current, weight_scales, sums);
-        unit += cfg::kCtasPerRank;
-        if (unit < units) prepare_tile();  // the next tile's scales arrive during this epilogue
-        end_tile(arguments, plan, ring, current, sums, buffer, loop.alive);
-        buffer ^= 1;
+        start_tile(arguments, ring, queue, turn, loop);
+        loop.multiply(tile.is_gemm2, weight_scales, sums);
+        more = prepare_tile(arguments, ring, queue, turn + 1, weight_scales);  // scales arrive during this epilogue
+        end_tile(arguments, plan, ring, queue, turn, sums, loop.alive);
+        queue.release(turn);
     }
 }
 

@@ -1,7 +1,8 @@
 // The order of the GEMM tiles of a rank: megamoe/schedule/persistent.py in closed form (`unit_at` there).
 //
-// In step s come the GEMM1 tiles of block s, then the GEMM2 tiles of block s - lag. Unit i runs on CTA i mod
-// kCtasPerRank, each CTA in increasing i: what a unit waits for always has a lower number.
+// In step s come the GEMM1 tiles of block s, then the GEMM2 tiles of block s - lag. CTAs claim units in this order, and
+// each runs its own in increasing order: what a unit waits for has a lower number, so another CTA has claimed it, and
+// that CTA runs.
 #pragma once
 
 #include "megamoe/schedule/pool_plan.cuh"
@@ -36,13 +37,14 @@ __device__ __forceinline__ Unit unit_at(uint32_t unit, uint32_t num_blocks) {
 
 // A unit with what its roles need to know about its block.
 struct Tile {
-    bool is_gemm2;
+    uint32_t is_gemm2;
     uint32_t block;
     uint32_t n_tile;
     uint32_t expert;
     uint32_t ring_slot;
-    uint32_t num_rows;  // valid rows, 1 to kBlockM
+    uint32_t num_rows;  // valid rows, 1 to kBlockM; 0: no tile, the end
 
+    __device__ __forceinline__ bool is_end() const { return num_rows == 0; }
     __device__ __forceinline__ uint32_t k_blocks() const {
         return is_gemm2 ? cfg::kGemm2KBlocks : cfg::kGemm1KBlocks;
     }

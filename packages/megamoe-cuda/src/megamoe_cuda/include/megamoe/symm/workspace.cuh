@@ -53,13 +53,16 @@ struct Workspace {
     __device__ __forceinline__ uint32_t* block_retired(uint32_t epoch) const {
         return counters(epoch) + 2 * cfg::kMaxBlocks;
     }
-    // Likewise: picks of this rank by expert, and the join of the routing CTAs.
+    // Likewise: picks of this rank by expert, the join of the routing CTAs, and the units that CTAs have claimed.
     __device__ __forceinline__ uint32_t* route_totals(uint32_t epoch) const {
         return at<uint32_t>(cfg::kOffsetRouteTotals) + (epoch & 1) * cfg::kRouteTotalWords;
     }
     __device__ __forceinline__ uint32_t* join(Join which, uint32_t epoch) const {
         if (which == Join::kCounted) return route_totals(epoch) + cfg::kNumExperts;
         return counters(epoch) + 3 * cfg::kMaxBlocks + static_cast<uint32_t>(which);
+    }
+    __device__ __forceinline__ uint32_t* claimed_units(uint32_t epoch) const {
+        return route_totals(epoch) + cfg::kNumExperts + 1;
     }
 
     // Written by peers or read by them.

@@ -1,0 +1,76 @@
+// Which tiles this CTA runs, from the weight loader to the activation loader and the math warps.
+//
+// CTAs claim units one at a time, in the order of schedule/units.cuh: the first is the CTA's own number, the next ones
+// come from a counter. A fixed assignment left the last CTA up to 15% behind the average (H200, 1024 tokens).
+//
+//   published[s]   one arrival, the weight loader, after it wrote slot s. Waited for by the readers.
+//   done[s]        one arrival per math warp, at the end of its epilogue. Waited for by the weight loader.
+//   phase          turn t uses slot t mod kSlots; both flip once per trip.
+//   end            the last tile has no rows. It always comes, after an abort too: readers wait without a watchdog.
+#pragma once
+
+#include "megamoe/pipeline/ring.cuh"
+#include "megamoe/schedule/units.cuh"
+
+namespace megamoe {
+
+constexpr uint32_t kQueueSlots = 4;
+static_assert(sizeof(Tile) == cfg::kTileBytes, "smem_budget.py counts a tile differently");
+
+struct TileQueue {
+    uint32_t base;  // shared address of the CTA's dynamic shared memory
+
+    __device__ __forceinline__ uint32_t slot(uint32_t turn) const {
+        return base + cfg::kSmemTiles + turn % kQueueSlots * cfg::kTileSlotBytes;
+    }
+    __device__ __forceinline__ uint32_t published(uint32_t turn) const {
+        return base + cfg::kSmemQueueBarriers + turn % kQueueSlots * 8;
+    }
+    __device__ __forceinline__ uint32_t done(uint32_t turn) const { return published(turn) + kQueueSlots * 8; }
+    __device__ __forceinline__ static uint32_t parity(uint32_t turn) { return turn / kQueueSlots % 2; }
+
+    // One thread; __syncthreads() follows.
+    __device__ __forceinline__ void initialize() const {
+        for (uint32_t turn = 0; turn < kQueueSlots; ++turn) {
+            ptx::mbarrier_init(published(turn), 1);
+            ptx::mbarrier_init(done(turn), cfg::kMathWarps);
+        }
+        ptx::fence_mbarrier_init();
+    }
+
+    __device__ __forceinline__ void publish(uint32_t turn, const Tile& tile) const {
+        while (!ptx::mbarrier_try_wait(done(turn), parity(turn) ^ 1)) {
+        }
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(slot(turn)), "r"(tile.is_gemm2), "r"(tile.block),
+                     "r"(tile.n_tile), "r"(tile.expert)
+                     : "memory");
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(slot(turn) + 16), "r"(tile.ring_slot), "r"(tile.num_rows)
+                     : "memory");
+        ptx::mbarrier_arrive(published(turn));
+    }
+
+    __device__ __forceinline__ void await(uint32_t turn) const {
+        while (!ptx::mbarrier_try_wait(published(turn), parity(turn))) {
+        }
+    }
+    // After await(). Volatile: read again where it is needed, not kept in registers.
+    __device__ __forceinline__ Tile read(uint32_t turn) const {
+        Tile tile;
+        asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(tile.is_gemm2), "=r"(tile.block), "=r"(tile.n_tile), "=r"(tile.expert)
+                     : "r"(slot(turn))
+                     : "memory");
+        asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(tile.ring_slot), "=r"(tile.num_rows)
+                     : "r"(slot(turn) + 16)
+                     : "memory");
+        return tile;
+    }
+    // One warp, when it needs the tile no more.
+    __device__ __forceinline__ void release(uint32_t turn) const {
+        __syncwarp();
+        if (lane_id() == 0) ptx::mbarrier_arrive(done(turn));
+    }
+};
+
+}  // namespace megamoe
