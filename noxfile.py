@@ -99,7 +99,12 @@ def typecheck(session: nox.Session) -> None:
 def conformance_reference(session: nox.Session) -> None:
     """The conformance matrix on the CPU reference."""
     install_packages(session, f"{CORE}[test]")
-    step(session, "conformance.sh", "reference", *session.posargs)
+    if session.posargs:
+        step(session, "conformance.sh", "reference", *session.posargs)
+        return
+    step(session, "conformance.sh", "reference")
+    # The protocol once more between processes, which can be late, time out and be killed one by one.
+    step(session, "conformance.sh", "reference", "--ranks=processes", "-m", "smoke or own_ranks or processes")
 
 
 @nox.session(name="conformance-cuda", default=False)
