@@ -88,6 +88,7 @@ class Agent:
         self.sessions: dict[int, Session] = {}
         self.groups: dict[int, Group] = {}
         self.weights: dict[int, PreparedWeights | list[PreparedWeights]] = {}
+        self.weights_of: dict[int, list[int]] = {}
         self.drives_all = False
 
     def open(self, key: int, plan: Plan, timeout_s: float | None) -> list[None]:
@@ -102,7 +103,7 @@ class Agent:
     def prepare(self, key: int, weights_key: int, shards: list[ExpertWeights]) -> list[None]:
         """Prepare each rank's experts under the name `weights_key`."""
         prepared = [self.sessions[key].prepare(_weights_to(shard, self.device)) for shard in shards]
-        self.weights[weights_key] = self._pack(prepared)
+        self._keep(key, weights_key, prepared)
         return self._each(None)
 
     def prepare_tensors(self, key: int, weights_key: int, arguments: list[dict[str, Any]]) -> list[None]:
@@ -111,7 +112,7 @@ class Agent:
             self.sessions[key].prepare_weights(**{name: _to(value, self.device) for name, value in kwargs.items()})
             for kwargs in arguments
         ]
-        self.weights[weights_key] = self._pack(prepared)
+        self._keep(key, weights_key, prepared)
         return self._each(None)
 
     def change_weights(
@@ -273,16 +274,14 @@ class Agent:
         return self._each(None)
 
     def close(self, key: int, *, forget: bool) -> list[None]:
-        """COLLECTIVE. Close a session; `forget` drops it, so that nothing can use or close it again."""
-        session = self.sessions.pop(key) if forget else self.sessions[key]
-        session.close()
+        """COLLECTIVE. Close a session; `forget` drops it and its weights, which frees their memory."""
+        self.sessions[key].close()
+        if forget:
+            del self.sessions[key]
+            for weights_key in self.weights_of.pop(key, ()):
+                del self.weights[weights_key]
         if key in self.groups:
             self.groups.pop(key).close()
-        return self._each(None)
-
-    def drop_weights(self, weights_key: int) -> list[None]:
-        """Free prepared weights."""
-        self.weights.pop(weights_key, None)
         return self._each(None)
 
     def memory(self) -> list[int]:
@@ -293,6 +292,10 @@ class Agent:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return self._each(total - free)
+
+    def _keep(self, key: int, weights_key: int, prepared: list[PreparedWeights]) -> None:
+        self.weights[weights_key] = self._pack(prepared)
+        self.weights_of.setdefault(key, []).append(weights_key)
 
     def _out(self, session: Session, call: Call, protect: Callable[..., Tensor]) -> Tensor | None:
         if not call.give_out:

@@ -137,7 +137,7 @@ def _cases(config: pytest.Config) -> Iterator[Case]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this kind of ranks can't show, and keep cases of one EP size together: worlds are costly."""
+    """Leave out what this kind of ranks can't show."""
     workbench = config.stash[WORKBENCH]
     left_out = [
         item
@@ -149,12 +149,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-    items.sort(key=_ep_size_of)
-
-
-def _ep_size_of(item: pytest.Item) -> int:
-    case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
-    return case.problem.ep_size if isinstance(case, Case) else 0
 
 
 @pytest.hookimpl(wrapper=True)

@@ -45,7 +45,7 @@ class Workbench:
         self.ranks = ranks
         self.ep_sizes = tuple(ep_sizes)
         self.refusals: Counter[str] = Counter()
-        self._world: World | None = None
+        self._worlds: dict[int, World] = {}
 
     @property
     def device_class(self) -> DeviceClass:
@@ -76,11 +76,14 @@ class Workbench:
         return max((size for size in self.ep_sizes if size <= most), default=min(self.ep_sizes))
 
     def world(self, ep_size: int) -> World:
-        """Ranks that live on until another number of them is asked for."""
-        if self._world is None or self._world.ep_size != ep_size or self._world.broken:
-            self.close()
-            self._world = self.new_world(ep_size)
-        return self._world
+        """Ranks that all tests of this EP size share: to start eight processes takes longer than most tests."""
+        world = self._worlds.get(ep_size)
+        if world is not None and world.broken:
+            world.close()
+            world = None
+        if world is None:
+            world = self._worlds[ep_size] = self.new_world(ep_size)
+        return world
 
     def new_world(self, ep_size: int) -> World:
         """Ranks of the caller's own, for tests that break them. Close it."""
@@ -100,10 +103,9 @@ class Workbench:
         return self.backend.plan(problem, config=config)
 
     def close(self) -> None:
-        """End the shared world's ranks."""
-        if self._world is not None:
-            self._world.close()
-            self._world = None
+        """End the ranks of all shared worlds."""
+        while self._worlds:
+            self._worlds.popitem()[1].close()
 
     # -- cases ------------------------------------------------------------------------------------------------------
 

@@ -28,9 +28,7 @@ def test_fifty_sessions(workbench: Workbench) -> None:
     expected, after_ten = None, 0
     for round_ in range(50):
         with world.open(plan) as session:
-            weights = session.prepare(shards)
-            outputs = session.forward(calls, weights)
-            values(world.command("drop_weights", weights))
+            outputs = session.forward(calls, session.prepare(shards))
         expected = expected or outputs
         check_same_bits(outputs, expected, f"in session {round_}")
         if round_ == 9:
