@@ -1,0 +1,81 @@
+"""Sessions in unusual surroundings; run by ../test_session_host.py beside the matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.backend import VirtualRanks
+from megamoe.errors import InputError, SessionError, WorkspaceError
+from megamoe.problem import MoEProblem
+from megamoe.testing.data import make_weights, shard
+from megamoe_cuda.backend import CudaBackend
+
+PROBLEM = MoEProblem(
+    hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, num_max_tokens_per_rank=16, ep_size=2
+)
+BACKEND = CudaBackend()
+
+
+def open_session(**options: Any) -> Any:
+    return BACKEND.open(BACKEND.plan(PROBLEM), VirtualRanks(), **options)
+
+
+def make_call(seed: int) -> tuple[list[torch.Tensor], ...]:
+    rng = torch.Generator().manual_seed(seed)
+    hidden = [torch.randn(5, PROBLEM.hidden_size, generator=rng).bfloat16() for _ in range(2)]
+    ids = [torch.randint(0, PROBLEM.num_experts, (5, 2), generator=rng) for _ in range(2)]
+    return hidden, ids, [torch.rand(5, 2, generator=rng) for _ in range(2)]
+
+
+def test_opened_in_inference_mode_and_under_the_meta_device() -> None:
+    shares = shard(make_weights(PROBLEM, torch.device("cpu")), 2)
+    with torch.inference_mode(), torch.device("meta"):
+        session = open_session()
+    with torch.inference_mode():
+        weights = [session.prepare(share) for share in shares]
+        expected = torch.cat(session.forward(*make_call(0), weights))
+    session.reset()
+    for tensor in weights[0].tensors.values():
+        tensor[0].copy_(tensor[0].clone())
+    assert torch.equal(torch.cat(session.forward(*make_call(0), weights)), expected)
+    session.close()
+
+
+def test_a_call_in_other_shapes_is_checked_anew() -> None:
+    """Shapes that were found right are not looked at again; others are."""
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        hidden, ids, router = make_call(0)
+        session.forward(hidden, ids, router, weights)
+        with pytest.raises(InputError, match="topk_weights has the wrong dtype"):
+            session.forward(hidden, ids, [x.double() for x in router], weights)
+        with pytest.raises(InputError, match="one entry per virtual rank"):
+            session.forward(hidden, ids, router[0], weights)
+        session.forward(hidden, ids, router, weights)
+
+
+def test_ids_are_checked_on_the_host_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAMOE_DEBUG", "1")
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        hidden, ids, router = make_call(0)
+        ids[1][3, 1] = PROBLEM.num_experts
+        with pytest.raises(InputError, match="1 of them, 4 first"):
+            session.forward(hidden, ids, router, weights)
+
+
+def test_a_workspace_can_be_handed_in_if_it_fits() -> None:
+    plan = BACKEND.plan(PROBLEM)
+    memory = torch.zeros(2 * plan.bytes, dtype=torch.uint8)
+    open_session(workspace=memory).close()
+    for wrong in (memory[:-1], memory[1:], memory.view(torch.int32)):
+        with pytest.raises(WorkspaceError):
+            open_session(workspace=wrong)
+
+
+def test_taps_are_kept_only_on_request() -> None:
+    with open_session() as session, pytest.raises(SessionError, match="keep_taps"):
+        session.taps()
