@@ -118,6 +118,9 @@ class NvshmemGroup(Group):
         """Raise before the collective allocation where this GPU can't hold it: inside, peers would wait."""
         free, _ = torch.cuda.mem_get_info(self._device)
         if free < num_bytes:
+            torch.cuda.empty_cache()  # what torch keeps for itself is of no use to NVSHMEM
+            free, _ = torch.cuda.mem_get_info(self._device)
+        if free < num_bytes:
             raise WorkspaceError("out of GPU memory", got=f"{free} bytes free", expected=f"{num_bytes} bytes")
 
     def _peer(self, address: int, rank: int, num_bytes: int) -> Tensor:
