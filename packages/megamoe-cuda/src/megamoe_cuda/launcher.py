@@ -46,7 +46,7 @@ class RankCall(NamedTuple):
         w2: `[E_local, H, I]` e4m3.
         w2_scale: `[E_local, H / 128, I / 128]` FP32.
         out: `[T, H]` BF16.
-        num_tokens: T; ignored when `device_num_tokens` is given.
+        num_tokens: tokens, at most T; with `device_num_tokens`, the most that it may say.
         device_num_tokens: uint32 scalar, read by the kernel; rows of `out` past it are not written.
         expert_counts: `[E_local]` uint32, receives the rows per local expert; or 0.
         gemm1_tap: `[rows, 2I]` FP32, receives GEMM1's accumulators (kernels compiled with `tap_gemm1`); or 0.

@@ -47,7 +47,7 @@ __device__ __forceinline__ void identify_cta(const KernelArguments& arguments, u
     const uint32_t epoch = ptx::ld_relaxed_gpu(cta.workspace.epoch()) + 1;
     const uint32_t tokens = own.device_num_tokens != nullptr ? *own.device_num_tokens : own.num_tokens;
     asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(facts_address), "r"(epoch),
-                 "r"(min(tokens, cfg::kMaxTokens))
+                 "r"(min(tokens, min(own.num_tokens, cfg::kMaxTokens)))  // never past the caller's tensors
                  : "memory");
 }
 
