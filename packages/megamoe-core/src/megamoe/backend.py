@@ -117,10 +117,11 @@ _ACTIVATION_CAPABILITY = {
 
 def missing_capability(problem: MoEProblem, claimed: frozenset[Capability]) -> Verdict:
     """Whether `claimed` covers the formats that `problem` names; the first that is missing is the reason."""
+    act_format = None if problem.act_format is None else ActFormat(problem.act_format)
     needed = [
         (
             Reason.QUANT if problem.act_format is None else Reason.ACT_FORMAT,
-            _QUANT_CAPABILITY[QuantMode(problem.quant), problem.act_format and ActFormat(problem.act_format)],
+            _QUANT_CAPABILITY[QuantMode(problem.quant), act_format],
         ),
         (Reason.TRANSPORT, _TRANSPORT_CAPABILITY[Transport(problem.transport)]),
         (Reason.ACTIVATION, _ACTIVATION_CAPABILITY[Activation(problem.activation)]),
@@ -383,6 +384,22 @@ class Session(ABC):
     @abstractmethod
     def stats(self) -> Any:
         """`SessionStats` of this rank; a list with virtual ranks."""
+
+    def keep_taps(self, keep: bool = True) -> None:
+        """From the next call on, keep what stands between the stages, for tests; costs memory and time.
+
+        Raises:
+            SessionError: the backend does not claim `Capability.STAGE_TAPS`.
+        """
+        raise SessionError(f"backend {self.plan.backend} has no stage taps", hint="ask Capability.STAGE_TAPS first")
+
+    def taps(self) -> Any:
+        """`StageTaps` of the last call, None for a rank that received no rows; a list with virtual ranks.
+
+        Raises:
+            SessionError: the backend does not claim `Capability.STAGE_TAPS`, or they were not kept.
+        """
+        raise SessionError(f"backend {self.plan.backend} has no stage taps", hint="ask Capability.STAGE_TAPS first")
 
     @abstractmethod
     def close(self) -> None:
