@@ -385,8 +385,8 @@ class Session(ABC):
     def stats(self) -> Any:
         """`SessionStats` of this rank; a list with virtual ranks."""
 
-    def keep_taps(self, keep: bool = True) -> None:
-        """From the next call on, keep what stands between the stages, for tests; costs memory and time.
+    def keep_taps(self) -> None:
+        """COLLECTIVE. From the next call on, keep what stands between the stages, for tests; costs memory and time.
 
         Raises:
             SessionError: the backend does not claim `Capability.STAGE_TAPS`.

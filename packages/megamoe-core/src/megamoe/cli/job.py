@@ -242,7 +242,7 @@ def _make_calls(context: RankContext, job: Job, session: Session, arguments: tup
     return _Measured(output=_unpack(output, many), reports=reports)
 
 
-def _taps(backend: Backend, session: Any, arguments: tuple[Any, ...], many: bool) -> list[StageTaps | None]:
+def _taps(backend: Backend, session: Session, arguments: tuple[Any, ...], many: bool) -> list[StageTaps | None]:
     """What stood between the stages in one more call, where the backend can show it; keeping it takes time."""
     if Capability.STAGE_TAPS not in backend.capabilities():
         return []
