@@ -1,9 +1,10 @@
 """What a code object's instructions promise: counts, cache scopes, fences, and a check against what was stated.
 
 A release at system scope is `buffer_wbl2 sc0 sc1`, a wait for it, then the flag's write; an acquire is the flag's read,
-a wait for it, then `buffer_inv sc0 sc1` (LLVM AMDGPUUsage, "Memory Model GFX942", which gfx950 shares). Both are looked
-for in the order in which the instructions lie in the code; a release or an acquire that lost its cache operation is
-found as a flag operation that is neither, so that the counts that a kernel states stop matching.
+a wait for it, then `buffer_inv sc0 sc1`; at agent scope, the device, `sc1` stands alone (LLVM AMDGPUUsage, "Memory Model
+GFX942", which gfx950 shares). Both are looked for in the order in which the instructions lie in the code; a release or
+an acquire that lost its cache operation is found as a flag operation that is neither, so that the counts that a kernel
+states stop matching.
 """
 
 from __future__ import annotations
@@ -46,12 +47,16 @@ def is_atomic(item: Instruction) -> bool:
     return is_vector_memory(item) and "_atomic_" in item.mnemonic
 
 
-def is_system_scope(item: Instruction) -> bool:
-    """Whether its cache bits make it a system-scope access.
+def scope(item: Instruction) -> str:
+    """Scope of an access or a cache operation by its cache bits: `system`, `agent` or `workgroup` (or narrower).
 
-    On loads and stores that is `sc0 sc1`; on atomics `sc0` says "return the old value" and `sc1` alone the scope.
+    On atomics `sc0` says "return the old value" and `sc1` alone the scope: without it, the device.
     """
-    return item.has("sc1") if is_atomic(item) else item.has("sc0", "sc1")
+    if is_atomic(item):
+        return "system" if item.has("sc1") else "agent"
+    if item.has("sc0", "sc1"):
+        return "system"
+    return "agent" if item.has("sc1") else "workgroup"
 
 
 def waits_for_vector_memory(item: Instruction) -> bool:
@@ -62,13 +67,13 @@ def waits_for_vector_memory(item: Instruction) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Fences:
-    """System-scope flag operations of a kernel, by address.
+    """Flag operations of a kernel at one scope, by address.
 
     Args:
         releases: writes of flags with a write-back and a wait before them.
         acquires: reads of flags with a wait and an invalidate after them.
-        polls: reads of flags without an invalidate: right only in a loop whose exit acquires.
-        unfenced: atomics without a return value and without a write-back.
+        polls: reads of flags without an invalidate: relaxed, or right only in a loop whose exit acquires.
+        unfenced: atomics without a return value and without a write-back: relaxed.
     """
 
     releases: tuple[int, ...]
@@ -77,45 +82,40 @@ class Fences:
     unfenced: tuple[int, ...]
 
 
-def find_fences(instructions: Sequence[Instruction]) -> Fences:
-    """Sort the system-scope flag operations; stores count only where a write-back precedes them."""
+def find_fences(instructions: Sequence[Instruction], at_scope: str = "system") -> Fences:
+    """Sort the flag operations at one scope; plain stores count only where a write-back precedes them."""
     releases, acquires, polls, unfenced = [], [], [], []
     for at, item in enumerate(instructions):
-        if not is_vector_memory(item) or not is_system_scope(item):
+        if not is_vector_memory(item) or scope(item) != at_scope:
             continue
-        released = _written_back(instructions[:at])
-        if is_store(item):
-            if released:
-                releases.append(item.address)
-            continue
-        reads = not is_atomic(item) or item.has("sc0")
+        released = _written_back(instructions[:at], at_scope)
         if released:
             releases.append(item.address)
-        if reads:
-            (acquires if _invalidated(instructions[at + 1 :]) else polls).append(item.address)
-        elif not released:
+        if not is_store(item) and (not is_atomic(item) or item.has("sc0")):
+            (acquires if _invalidated(instructions[at + 1 :], at_scope) else polls).append(item.address)
+        elif is_atomic(item) and not released:
             unfenced.append(item.address)
     return Fences(releases=tuple(releases), acquires=tuple(acquires), polls=tuple(polls), unfenced=tuple(unfenced))
 
 
-def _written_back(before: Sequence[Instruction]) -> bool:
+def _written_back(before: Sequence[Instruction], at_scope: str) -> bool:
     """Whether a write-back, and after it a wait, is the last that happened to global memory."""
     waited = False
     for item in reversed(before):
         if item.mnemonic == "buffer_wbl2":
-            return waited and item.has("sc0", "sc1")
+            return waited and scope(item) in (at_scope, "system")
         if is_vector_memory(item) or item.mnemonic in ("s_barrier", "s_endpgm"):
             return False
         waited = waited or waits_for_vector_memory(item)
     return False
 
 
-def _invalidated(after: Sequence[Instruction]) -> bool:
+def _invalidated(after: Sequence[Instruction], at_scope: str) -> bool:
     """Whether a wait, and after it an invalidate, is the next that happens to global memory."""
     waited = False
     for item in after:
         if item.mnemonic == "buffer_inv":
-            return waited and item.has("sc0", "sc1")
+            return waited and scope(item) in (at_scope, "system")
         if is_vector_memory(item) or item.mnemonic in ("s_barrier", "s_endpgm"):
             return False
         waited = waited or waits_for_vector_memory(item)
@@ -124,7 +124,7 @@ def _invalidated(after: Sequence[Instruction]) -> bool:
 
 def peer_stores(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
     """Plain stores that write through to system scope (`sc0 sc1`)."""
-    return tuple(item for item in instructions if is_store(item) and is_system_scope(item))
+    return tuple(item for item in instructions if is_store(item) and scope(item) == "system")
 
 
 def main_loop(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
@@ -150,8 +150,9 @@ class Expectation:
         scaled_mfmas: in the whole kernel.
         loop_scaled_mfmas: in one trip of the main loop.
         peer_stores: stores with `sc0 sc1`.
-        releases: flag writes with a write-back and a wait before them.
-        acquires: flag reads with a wait and an invalidate after them.
+        releases: system-scope flag writes with a write-back and a wait before them.
+        acquires: system-scope flag reads with a wait and an invalidate after them.
+        agent_releases, agent_acquires: the same at agent scope.
         min_workgroups_per_cu: occupancy that the configuration counts on.
         max_vgprs: registers that the configuration counts on.
     """
@@ -161,6 +162,8 @@ class Expectation:
     peer_stores: int | None = None
     releases: int | None = None
     acquires: int | None = None
+    agent_releases: int | None = None
+    agent_acquires: int | None = None
     min_workgroups_per_cu: int | None = None
     max_vgprs: int | None = None
 
@@ -173,6 +176,7 @@ class Inspection:
     loop_scaled_mfmas: int
     peer_stores: int
     fences: Fences
+    agent_fences: Fences
     workgroups_per_cu: int
     num_vgprs: int
 
@@ -185,6 +189,7 @@ def inspect(code: CodeObject) -> Inspection:
         loop_scaled_mfmas=sum(map(is_scaled_mfma, main_loop(instructions))),
         peer_stores=len(peer_stores(instructions)),
         fences=find_fences(instructions),
+        agent_fences=find_fences(instructions, "agent"),
         workgroups_per_cu=code.occupancy.workgroups_per_cu,
         num_vgprs=code.resources.num_vgprs,
     )
@@ -210,6 +215,8 @@ def check(code: CodeObject, expectation: Expectation) -> Inspection:
         _differs("peer stores", found.peer_stores, expectation.peer_stores),
         _differs("releases", len(found.fences.releases), expectation.releases),
         _differs("acquires", len(found.fences.acquires), expectation.acquires),
+        _differs("agent-scope releases", len(found.agent_fences.releases), expectation.agent_releases),
+        _differs("agent-scope acquires", len(found.agent_fences.acquires), expectation.agent_acquires),
     ]
     if used.lds_bytes > LDS_BYTES_PER_CU:
         problems.append(f"bytes of LDS: {used.lds_bytes}, at most {LDS_BYTES_PER_CU}")

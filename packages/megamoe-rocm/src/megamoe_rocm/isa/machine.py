@@ -25,6 +25,8 @@ MAX_LDS_BYTES = 163840
 DEFAULT_MAX_STEPS = 50_000_000
 QUANTA = (3, 20, 100, 400)  # instructions a turn; short ones find races, long ones let a wave run ahead
 STARVED_SHARE = 4  # one in so many workgroups gets turns only rarely
+EARLINESS = (0.0, 0.5, 0.95)  # share of memory operations that take effect at their issue
+PATIENCE = (1, 8, 64)  # how long others linger, in sixteenths of a turn of their workgroup's
 
 
 @dataclass(kw_only=True)
@@ -69,7 +71,7 @@ class Machine:
         noise = np.random.default_rng(seed)
         self._registers = noise.integers(0, 1 << 32, (NUM_VGPRS, LANES), np.uint32)
         self._lds_noise = noise.integers(0, 256, MAX_LDS_BYTES + 16, np.uint8)
-        self._early = self._random.choice((0.1, 0.5, 0.9))
+        self._early = self._random.choice(EARLINESS)
         self._queues: dict[int, list[Launch]] = {rank: [] for rank in range(num_ranks)}
 
     def buffer(
@@ -163,6 +165,7 @@ class Machine:
             machine=self, program=program, rank=launch.rank, coordinates=coordinates, lds=lds
         )
         group.starved = self._random.randrange(STARVED_SHARE) == 0
+        group.patience = 16 * self._random.choice(PATIENCE)
         scalars = [
             *program.user_sgprs(launch.kernarg.address, launch.kernarg.data),
             *(value for value, given in zip(coordinates, descriptor.workgroup_id_sgprs) if given),
@@ -188,7 +191,7 @@ class Machine:
         if group.starved and len(ready) > 1 and self._random.randrange(16):
             group = self._random.choice(ready)
         wave = self._random.choice([item for item in group.waves if item.state == "running"])
-        if self._random.randrange(16) == 0:
+        if self._random.randrange(group.patience) == 0:
             self._settle(group)
         self._run_wave(wave, self._random.choice(QUANTA))
         if wave.state != "running":
@@ -235,7 +238,7 @@ class Machine:
     def _retire(self, launch: Launch) -> None:
         for group in [item for item in launch.resident if all(wave.state == "done" for wave in item.waves)]:
             # The stores of an ended wave become visible at last when the kernel ends, or when they feel like it.
-            if launch.done or not group.outstanding or self._random.randrange(8) == 0 or not self._others(launch, group):
+            if launch.done or not group.outstanding or self._random.randrange(group.patience) == 0 or not self._others(launch, group):
                 self._drain(group)
                 launch.resident.remove(group)
         if launch.done:

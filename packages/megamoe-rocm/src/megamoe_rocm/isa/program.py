@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from megamoe_rocm.isa.address_space import Buffer
 from megamoe_rocm.isa.errors import LaunchArgumentsError, UnsupportedInstructionError
 from megamoe_rocm.isa.instructions import decode, lds, registers_touched, vector
 from megamoe_rocm.isa.operands import Step
+from megamoe_rocm.isa.wave import Wave
 
 # KERNEL_CODE_PROPERTIES: user SGPRs in the order in which they are set up, and how many each takes.
 USER_SGPRS = (
@@ -75,11 +76,16 @@ class Program:
             lds_granule=min(4, *(width for width in widths if width is not None), 4),
         )
 
-    def without(self, index: int) -> Program:
-        """The same program with one instruction doing nothing."""
-        steps, touched = list(self.steps), list(self.touched)
-        steps[index], touched[index] = _nothing, 0
-        return replace(self, steps=tuple(steps), touched=tuple(touched))
+    def without(self, index: int) -> tuple[Program, Callable[[], bool]]:
+        """The same program with one instruction doing nothing, and a function that says whether it was ever reached."""
+        steps, touched, reached = list(self.steps), list(self.touched), []
+
+        def nothing(wave: Wave) -> None:
+            if not reached:
+                reached.append(wave)
+
+        steps[index], touched[index] = nothing, 0
+        return replace(self, steps=tuple(steps), touched=tuple(touched)), lambda: bool(reached)
 
     def kernarg(self, arguments: Mapping[str, Argument], grid: tuple[int, int, int]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """The kernarg segment's bytes.
@@ -119,10 +125,6 @@ class Program:
         first = descriptor.preload_first_dword
         values += segment.view(np.uint32)[first : first + descriptor.preload_dwords].tolist()
         return values[: descriptor.num_user_sgprs]
-
-
-def _nothing(wave: object) -> None:
-    """A deleted instruction."""
 
 
 def _hidden(grid: tuple[int, int, int], num_warps: int) -> dict[str, int]:

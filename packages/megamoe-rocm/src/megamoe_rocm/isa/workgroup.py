@@ -113,6 +113,7 @@ class Workgroup:
         self.outstanding: list[Access] = []  # not yet taken effect, in issue order
         self.stores_outstanding = 0
         self.starved = False  # gets turns only rarely
+        self.patience = 1  # one in so many turns lets outstanding operations take effect
 
     def release_barrier(self) -> bool:
         """Let the waves go on if all that have not ended stand at the barrier."""

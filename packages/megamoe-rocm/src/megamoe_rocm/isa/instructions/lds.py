@@ -188,8 +188,8 @@ def _move(item: Instruction, name: str) -> Step:
     allow_modifiers(item, "offset")
     target = parse(item.operands[0])
     if name == "ds_swizzle_b32":
-        source, pattern = parse(item.operands[1]).index, integer_modifier(item, "offset")
-        origins = swizzled_lanes(item, pattern)
+        source = parse(item.operands[1]).index
+        origins = swizzled_lanes(item, item.words[0] & 0xFFFF)  # printed as one of several macros
     else:
         register, source = parse(item.operands[1]).index, parse(item.operands[2]).index
         offset = integer_modifier(item, "offset")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megamoe_rocm.aot.disassembly import Instruction
-from megamoe_rocm.isa.operands import Step, allow_modifiers, fetch_scalar, parse, unsupported
+from megamoe_rocm.isa.operands import Operand, Step, allow_modifiers, fetch_scalar, parse, unsupported
 from megamoe_rocm.isa.wave import ALL_LANES, Wave
 
 M32, M64 = 0xFFFFFFFF, ALL_LANES
@@ -261,6 +261,7 @@ SAVE_EXEC: dict[str, Callable[[int, int], int]] = {
 }
 CONDITIONAL_MOVES = {"s_cmov_b32": 32, "s_cmov_b64": 64}
 BIT_SETS = {"s_bitset0_b32": 0, "s_bitset1_b32": 1}
+SIGNED_IMMEDIATE = ("s_movk", "s_addk", "s_mulk", "s_cmpk")
 MNEMONICS = frozenset((*TABLE, *SAVE_EXEC, *CONDITIONAL_MOVES, *BIT_SETS))
 
 
@@ -277,11 +278,21 @@ def decode(item: Instruction) -> Step:
     texts = item.operands if op.result == 0 or op.in_place else item.operands[1:]
     if len(texts) != len(op.sources):
         raise unsupported(item, f"expected {len(op.sources)} operands")
+    operands = [parse(text) for text in texts]
+    if item.mnemonic.startswith(SIGNED_IMMEDIATE) and item.mnemonic.endswith("i32"):
+        operands[-1] = _sign_extended(item, operands[-1])
     fetches = [
-        fetch_scalar(parse(text), int(kind[1:]), signed=kind[0] == "i") for text, kind in zip(texts, op.sources)
+        fetch_scalar(operand, int(kind[1:]), signed=kind[0] == "i") for operand, kind in zip(operands, op.sources)
     ]
     target = parse(item.operands[0]).index
     return _step(op, fetches, target)
+
+
+def _sign_extended(item: Instruction, operand: Operand) -> Operand:
+    """The 16-bit immediate of an SOPK instruction, which is printed as a pattern."""
+    if operand.file != "c" or isinstance(operand.value, float):
+        raise unsupported(item, "expected an immediate")
+    return Operand(file="c", value=((operand.value & 0xFFFF) ^ 0x8000) - 0x8000)
 
 
 def _step(op: ScalarOp, fetches: list[Callable[[Wave], int]], target: int) -> Step:

@@ -190,7 +190,10 @@ def frexp_mantissa(a: Array) -> Array:
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The special cases of a division whose quotient has been approximated."""
+    """The special cases of a division whose quotient has been approximated.
+
+    By the documents' formulas the sequence around it gives NaN for a quotient beyond FP32's range; so it does here.
+    """
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     sign = np.where(negative, F32(-1), F32(1))
     apart = exponent_field(numerator) - exponent_field(denominator)
