@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamoe.backend import Session
 from megamoe.bench.results import Machine
@@ -21,6 +24,8 @@ from megamoe_cuda.bench import deep_gemm
 from megamoe_cuda.bench.inputs import Inputs, make_experts, make_inputs
 from megamoe_cuda.bench.timing import Contender, time_interleaved
 from megamoe_cuda.probe import compiler_version
+
+logger = logging.getLogger("megamoe.cuda")
 
 OURS = "ours"
 OURS_FROM_BF16 = "ours, from BF16 input"
@@ -119,24 +124,57 @@ def _captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], 
 def _peers(
     measurement: Measurement, rounds: list[Inputs], experts: Fp8BlockWeights, weights: PreparedWeights
 ) -> tuple[dict[str, Contender], Callable[[], None]]:
-    """Contenders by name, and what ends them."""
+    """Contenders by name, and what ends them. A peer that does not run here is left out, with a warning."""
     if not measurement.with_peers:
         return {}, lambda: None
     from megamoe_cuda.bench import unfused  # imports Triton
 
     problem, group = measurement.problem, dist.group.WORLD
     assert group is not None
-    plain = unfused.UnfusedPeer(problem, group, experts)
-    found: dict[str, Contender] = {unfused.NAME: _eager(plain.load, plain.call, rounds)}
-    if not deep_gemm.is_installed():
+    found: dict[str, Contender] = {}
+    plain = _try_on_all_ranks(unfused.NAME, lambda: unfused.UnfusedPeer(problem, group, experts), rounds[0])
+    if plain is not None:
+        found[unfused.NAME] = _eager(plain, rounds)
+    fused = None
+    if deep_gemm.is_installed():
+        fused = _try_on_all_ranks(deep_gemm.NAME, lambda: deep_gemm.DeepGemmPeer(problem, group, weights), rounds[0])
+    if fused is None:
         return found, lambda: None
-    fused = deep_gemm.DeepGemmPeer(problem, group, weights)
-    found[deep_gemm.NAME] = _eager(fused.load, fused.call, rounds)
+    found[deep_gemm.NAME] = _eager(fused, rounds)
     return found, fused.close
 
 
-def _eager(load: Callable[[Inputs], None], call: Callable[[], object], rounds: list[Inputs]) -> Contender:
-    return Contender(load=lambda round_: load(rounds[round_ % len(rounds)]), call=lambda: void(call()))
+class Peer(Protocol):
+    """Another implementation of the layer."""
+
+    def load(self, inputs: Inputs) -> None: ...
+
+    def call(self) -> Tensor: ...
+
+
+P = TypeVar("P", bound=Peer)
+
+
+def _try_on_all_ranks(name: str, make: Callable[[], P], inputs: Inputs) -> P | None:
+    """COLLECTIVE. The peer after its first call, or None where it fails on any rank."""
+    made: list[P] = []
+    for step in (lambda: made.append(make()), lambda: made[0].load(inputs), lambda: void(made[0].call())):
+        failure = ""
+        try:
+            step()
+            torch.cuda.synchronize()
+        except Exception as error:  # whatever a foreign library raises
+            failure = f"{type(error).__name__}: {error}"
+        failures: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        if any(failures):
+            logger.warning("peer %s is left out: %s", name, next(filter(None, failures)))
+            return None
+    return made[0]
+
+
+def _eager(peer: Peer, rounds: list[Inputs]) -> Contender:
+    return Contender(load=lambda round_: peer.load(rounds[round_ % len(rounds)]), call=lambda: void(peer.call()))
 
 
 def void(_: object) -> None:
