@@ -158,7 +158,12 @@ P = TypeVar("P", bound=Peer)
 def _try_on_all_ranks(name: str, make: Callable[[], P], inputs: Inputs) -> P | None:
     """COLLECTIVE. The peer after its first call, or None where it fails on any rank."""
     made: list[P] = []
-    for step in (lambda: made.append(make()), lambda: made[0].load(inputs), lambda: void(made[0].call())):
+    steps: tuple[Callable[[], object], ...] = (
+        lambda: made.append(make()),
+        lambda: made[0].load(inputs),
+        lambda: made[0].call(),
+    )
+    for step in steps:
         failure = ""
         try:
             step()
