@@ -207,3 +207,27 @@ def test_a_peer_that_never_comes_ends_in_a_named_timeout_and_reset_recovers() ->
         whole.reset()
         assert torch.equal(call_all(whole, PROBLEM, weights, 64), expected)
         torch.cuda.synchronize()
+
+
+def test_the_unfused_peer_computes_the_layer(tmp_path: Path) -> None:
+    """The benchmark's peer is coarser in its scales, and otherwise the same layer."""
+    import torch.distributed as dist
+
+    from megamoe_cuda.bench.inputs import make_experts, make_inputs
+    from megamoe_cuda.bench.unfused import UnfusedPeer
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        inputs = make_inputs(SINGLE, num_tokens=50, routing_name="uniform", rank=0, seed=0)
+        weights = make_experts(SINGLE, 0)
+        assert dist.group.WORLD is not None
+        peer = UnfusedPeer(SINGLE, dist.group.WORLD, weights)
+        peer.load(inputs)
+        got = peer.call()
+        with BACKEND.open(BACKEND.plan(SINGLE)) as session:
+            expected = session.forward(
+                inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, session.prepare(weights)
+            )
+        assert rel_l2(got.float(), expected.float()) < 0.06
+    finally:
+        dist.destroy_process_group()
