@@ -7,3 +7,6 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start several processes; one thread each keeps them from fighting
 export HF_HUB_OFFLINE=1                         # no test may reach for a model hub
 python -m pytest -m "not slow and not gpu and not multigpu" "$@"
+if [ $# -eq 0 ]; then # `nox -s conformance-reference` runs the other layers
+    bash ci/conformance.sh reference -m smoke
+fi

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,16 +25,6 @@ from megamoe.testing.data import Call, with_tensors
 
 GUARD_BYTES = 4096  # on each side; a multiple of every alignment that a kernel asks of a tensor
 GUARD_BYTE = 0xFF  # NaN in BF16, FP32, e4m3fn and E8M0, -1 in ids: what is read beyond the end shows in the result
-
-
-class TappedSession(Protocol):
-    """What a session offers besides, where its backend claims `Capability.STAGE_TAPS`."""
-
-    def keep_taps(self) -> None:
-        """From the next call on, keep what stands between the stages."""
-
-    def taps(self) -> Any:
-        """`StageTaps` of the last call, None for a rank that received no rows; a list with virtual ranks."""
 
 
 @dataclass(frozen=True)
@@ -252,12 +242,17 @@ class Agent:
 
     def keep_taps(self, key: int) -> list[None]:
         """From the next call on, keep what stands between the stages."""
-        cast(TappedSession, self.sessions[key]).keep_taps()
+        self.sessions[key].keep_taps()
         return self._each(None)
 
     def taps(self, key: int) -> list[StageTaps | None]:
         """Each rank's taps of the last call; None where it received no rows."""
-        return self._unpack(cast(TappedSession, self.sessions[key]).taps())
+        return self._unpack(self.sessions[key].taps())
+
+    def start_epochs(self, key: int, epoch: int) -> list[None]:
+        """COLLECTIVE. Make `epoch` the number of the last call, where the session offers that to tests."""
+        self.sessions[key].start_epochs(epoch)  # type: ignore[attr-defined]  # not part of the interface
+        return self._each(None)
 
     def warmup(self, key: int) -> list[float]:
         """COLLECTIVE. Seconds that it took."""

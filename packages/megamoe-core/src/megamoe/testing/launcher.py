@@ -397,7 +397,7 @@ class _HostPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return NotImplemented
-        data = obj.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = obj.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return _tensor, (data, obj.dtype, tuple(obj.shape))
 
 

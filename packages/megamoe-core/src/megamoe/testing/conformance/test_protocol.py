@@ -6,6 +6,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,28 @@ def test_uneven_pattern_of_every_rank(workbench: Workbench, ep_size: int) -> Non
             shifted = counts[shift:] + counts[:shift]
             some = session.forward([call.rows(slice(0, num)) for call, num in zip(calls, shifted)], weights)
             check_same_bits(some, [y[:num] for y, num in zip(full, shifted)], f"with token counts {shifted}")
+
+
+@pytest.mark.edge
+@pytest.mark.parametrize("last", [2**31 - 4, 2**32 - 4], ids=["near-2^31", "near-2^32"])
+def test_epoch_counter(workbench: Workbench, last: int) -> None:
+    """Calls across the sign change and across the wrap of the epoch counter: nothing hangs, and bits stay.
+
+    The first epoch is set through a `first_epoch` of the plan's configuration, or a session's `start_epochs`.
+    """
+    case = workbench.any_case(ep_size=4)
+    calls = workbench.calls(case)
+    expected = workbench.forward(case.problem, workbench.weights(case), calls)
+    plan = workbench.plan(case.problem)
+    if hasattr(plan.config, "first_epoch"):
+        changes: dict[str, Any] = {"first_epoch": last + 1}
+        plan = replace(plan, config=replace(plan.config, **changes))
+    with workbench.world(case.problem.ep_size).open(plan, timeout_s=20.0) as session:
+        if not hasattr(plan.config, "first_epoch"):
+            for outcome in session.world.command("start_epochs", session.key, last):
+                if isinstance(outcome.error, AttributeError):
+                    workbench.refuse("lets nobody choose the first epoch")
+                assert outcome.error is None, repr(outcome.error)
+        weights = session.prepare(workbench.shards(case))
+        for step in range(8):
+            check_same_bits(session.forward(calls, weights), expected, f"in the call of epoch {last + 1 + step}")
