@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,8 @@ def make_layer(
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+        values: Tensor = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+        return values.bfloat16()
 
     tokens = num_tokens * ep_size
     return Layer(
@@ -97,38 +99,49 @@ def plain_loop(layer: Layer) -> Tensor:
     return y.bfloat16()
 
 
-def best_of(repeats: int, function: object, *args: object) -> tuple[float, object]:
-    """The shortest of several runs, seconds, after one that does not count; and the last result."""
-    assert callable(function)
-    result = function(*args)
-    seconds = []
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The fastest of several runs: seconds on the clock, seconds of processor time, and what the last run returned."""
+
+    wall_s: float
+    cpu_s: float
+    output: Tensor
+
+
+def measure(repeats: int, run: Callable[[], Tensor]) -> Measured:
+    """Run once to warm up, then `repeats` times."""
+    output = run()
+    wall_s, cpu_s = [], []
     for _ in range(repeats):
-        began = time.perf_counter()
-        result = function(*args)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds), result
+        began, cpu_began = time.perf_counter(), time.process_time()
+        output = run()
+        wall_s.append(time.perf_counter() - began)
+        cpu_s.append(time.process_time() - cpu_began)
+    return Measured(wall_s=min(wall_s), cpu_s=min(cpu_s), output=output)
 
 
-def virtual_ranks(layer: Layer, repeats: int) -> tuple[float, Tensor]:
-    """Seconds of a forward of all ranks in this process, and the result."""
+def virtual_ranks(layer: Layer, repeats: int) -> Measured:
+    """A forward of all ranks in this process."""
     backend = ReferenceBackend()
     ranks = range(layer.problem.ep_size)
     x, ids, topk_weights = zip(*(layer.tokens(rank) for rank in ranks), strict=True)
     with backend.open(backend.plan(layer.problem), VirtualRanks()) as session:
         session.warmup()
         weights = [session.prepare(layer.weights(rank)) for rank in ranks]
-        seconds, outputs = best_of(repeats, session.forward, x, ids, topk_weights, weights)
-    assert isinstance(outputs, list)
-    return seconds, torch.cat(outputs)
+        return measure(repeats, lambda: torch.cat(session.forward(x, ids, topk_weights, weights)))
 
 
-def processes(layer: Layer, repeats: int) -> tuple[float, Tensor]:
-    """The same with a process per rank and one thread in each; the slowest rank counts."""
-    results = run_ranks(_rank, layer.problem.ep_size, layer.problem, repeats, timeout_s=600.0, num_threads=1)
-    return max(seconds for seconds, _ in results), torch.cat([y for _, y in results])
+def processes(layer: Layer, repeats: int) -> Measured:
+    """A process per rank, one thread in each: the slowest rank's clock, and the processor time of all."""
+    ranks = run_ranks(_rank, layer.problem.ep_size, layer.problem, repeats, timeout_s=600.0, num_threads=1)
+    return Measured(
+        wall_s=max(rank.wall_s for rank in ranks),
+        cpu_s=sum(rank.cpu_s for rank in ranks),
+        output=torch.cat([rank.output for rank in ranks]),
+    )
 
 
-def _rank(context: RankContext, problem: megamoe.MoEProblem, repeats: int) -> tuple[float, Tensor]:
+def _rank(context: RankContext, problem: megamoe.MoEProblem, repeats: int) -> Measured:
     layer = make_layer(
         hidden_size=problem.hidden_size,
         intermediate_size=problem.intermediate_size,
@@ -142,10 +155,9 @@ def _rank(context: RankContext, problem: megamoe.MoEProblem, repeats: int) -> tu
     with backend.open(backend.plan(problem), group) as session:
         session.warmup()
         weights = session.prepare(layer.weights(context.rank))
-        x, ids, topk_weights = layer.tokens(context.rank)
-        del layer
+        tokens = layer.tokens(context.rank)
         group.barrier(timeout_s=300.0, phase="benchmark")
-        return best_of(repeats, session.forward, x, ids, topk_weights, weights)  # type: ignore[return-value]
+        return measure(repeats, lambda: session.forward(*tokens, weights))
 
 
 def main() -> None:
@@ -156,17 +168,18 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=512, help="per rank")
     parser.add_argument("--num-experts", type=int, default=64)
     parser.add_argument("--ep-size", type=int, default=4)
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads(), help="loop and virtual ranks")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.num_threads)
     layer = make_layer(num_tokens=arguments.num_tokens, num_experts=arguments.num_experts, ep_size=arguments.ep_size)
-    plain_s, expected = best_of(arguments.repeats, plain_loop, layer)
+    plain = measure(arguments.repeats, lambda: plain_loop(layer))
     run = virtual_ranks if arguments.ranks == "virtual" else processes
-    reference_s, got = run(layer, arguments.repeats)
-    assert isinstance(expected, Tensor)
-    error = (got.float() - expected.float()).norm() / expected.float().norm()
-    rows = layer.topk_ids.numel()
-    print(f"{rows} rows, {torch.get_num_threads()} threads, EP{arguments.ep_size} as {arguments.ranks}")
-    print(f"plain loop  {plain_s:8.3f} s")
-    print(f"reference   {reference_s:8.3f} s   ratio {reference_s / plain_s:.2f}   relL2 {error:.1e}")
+    reference = run(layer, arguments.repeats)
+    error = (reference.output.float() - plain.output.float()).norm() / plain.output.float().norm()
+    print(f"{layer.topk_ids.numel()} rows, {arguments.num_threads} threads, EP{arguments.ep_size} as {arguments.ranks}")
+    print(f"plain loop  {plain.wall_s:7.3f} s   {plain.cpu_s:7.3f} s of processor time")
+    print(f"reference   {reference.wall_s:7.3f} s   {reference.cpu_s:7.3f} s   relL2 to the loop {error:.1e}")
+    print(f"ratio       {reference.wall_s / plain.wall_s:7.2f}     {reference.cpu_s / plain.cpu_s:7.2f}")
 
 
 if __name__ == "__main__":

@@ -96,6 +96,8 @@ def test_a_workspace_can_be_handed_in() -> None:
         assert torch.equal(got, own.forward(*layer.tokens(0), weights))
     with pytest.raises(WorkspaceError, match="too small"):
         BACKEND.open(plan, workspace=workspace[:-1])
+    with pytest.raises(WorkspaceError, match="contiguous"):
+        BACKEND.open(plan, workspace=torch.zeros(plan.bytes, 2, dtype=torch.uint8)[:, 0])
     with pytest.raises(ConfigError, match="own memory"):
         BACKEND.open(plan, VirtualRanks(), workspace=workspace)
 

@@ -338,7 +338,13 @@ def _open_alone(plan: ReferencePlan, *, virtual: bool, timeout_s: float, workspa
         if virtual:
             raise ConfigError("virtual ranks allocate their own memory", got="workspace=", expected="None")
         layout.check_size(workspace.nbytes)
-        spaces = [workspace.detach().view(torch.uint8).flatten()[: layout.num_bytes].zero_()]
+        if workspace.device.type != "cpu" or not workspace.is_contiguous():
+            raise WorkspaceError(
+                "this workspace can't be used",
+                got=f"{workspace.device}, strides {workspace.stride()}",
+                expected="CPU, contiguous",
+            )
+        spaces = [workspace.detach().flatten().view(torch.uint8)[: layout.num_bytes].zero_()]
     else:
         spaces = [_allocate(layout.num_bytes) for _ in range(size)]
     split = layout.symmetric_bytes
