@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
-from megamoe.schedule.persistent import cta_program
+from megamoe.schedule.persistent import Program, cta_program
 from megamoe.schedule.protocol import (
     FLAGS,
     Call,
@@ -55,11 +55,17 @@ CALL_BOUNDARY = Flag(
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """`calls[i]` is the routing of call i, whose epoch is first_epoch + i (uint32)."""
+    """`calls[i]` is the routing of call i, whose epoch is first_epoch + i (uint32).
+
+    `program` gives the two programs of a CTA for one call; a backend may bring a variant of the protocol. `own_flags`
+    are flags of that variant beside `protocol.FLAGS`; their words start at 0 and nothing clears them.
+    """
 
     shape: ProtocolShape
     calls: tuple[Routing, ...]
     first_epoch: int = 1
+    program: Callable[[ProtocolShape, Call, int], dict[Role, Program]] = cta_program
+    own_flags: tuple[Flag, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,8 @@ class Model:
         self.calls = scenario.calls
         self.first_epoch = scenario.first_epoch
         self.initial = {flag.name: fault.initial(flag, scenario.first_epoch) for flag in FLAGS}
-        self.initial[CALL_BOUNDARY.name] = 0
+        self.initial.update({flag.name: 0 for flag in (CALL_BOUNDARY, *scenario.own_flags)})
+        self.cta_program = scenario.program
         self.routed = [[Routed.of(self.shape, tokens) for tokens in routing] for routing in scenario.calls]
         self.workers = [
             WorkerId(rank, cta, role)
@@ -230,7 +237,7 @@ class Model:
 
     def _ops(self, worker: WorkerId, call: Call, counts: Counts) -> list[Op]:
         """Run the generator to its end. `acts.py` checks that LoadCounts finds these counts."""
-        program = cta_program(self.shape, call, worker.cta)[worker.role]
+        program = self.cta_program(self.shape, call, worker.cta)[worker.role]
         ops: list[Op] = []
         try:
             op = next(program)
