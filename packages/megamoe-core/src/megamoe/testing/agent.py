@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import Backend, HiddenStates, Plan, Session, SessionStats, StageTaps, VirtualRanks
-from megamoe.formats import Quantized
 from megamoe.symm import Group
 from megamoe.tensors import ExpertWeights, PreparedWeights, expert_tensors
 from megamoe.testing.data import Call, with_tensors
@@ -130,15 +129,16 @@ class Agent:
                 time.sleep(call.delay_s)
         guards: list[tuple[str, Guarded]] = []
 
-        def protect(name: str, tensor: Tensor, *, written: bool = False) -> Tensor:
-            guards.append((name, guard(tensor, self.device, written=written)))
-            return guards[-1][1].tensor
+        def protect(name: str, tensor: Tensor, *, strided: bool = False, written: bool = False) -> Tensor:
+            guarded = guard(_with_gaps(tensor) if strided else tensor, self.device, written=written)
+            guards.append((name, guarded))
+            return guarded.tensor[::2] if strided else guarded.tensor
 
         given = [self._out(session, call, protect) for call in calls]
         out = session.forward(
-            self._pack([_protect_hidden(call.hidden_states, protect) for call in calls]),
-            self._pack([protect("topk_ids", call.topk_ids) for call in calls]),
-            self._pack([protect("topk_weights", call.topk_weights) for call in calls]),
+            self._pack([_protect_hidden(call, protect) for call in calls]),
+            self._pack([protect("topk_ids", call.topk_ids, strided=call.strided) for call in calls]),
+            self._pack([protect("topk_weights", call.topk_weights, strided=call.strided) for call in calls]),
             self.weights[weights_key],
             out=None if given[0] is None else self._pack(given),
             num_tokens=self._num_tokens(calls),
@@ -335,10 +335,13 @@ def _call_to(call: Call, device: torch.device) -> Call:
     )
 
 
-def _protect_hidden(hidden: HiddenStates, protect: Callable[..., Tensor]) -> HiddenStates:
-    if isinstance(hidden, Tensor):
-        return protect("hidden_states", hidden)
-    if isinstance(hidden, Quantized):
-        assert hidden.scales is not None
-        hidden = (hidden.payload, hidden.scales)
-    return protect("hidden_states payload", hidden[0]), protect("hidden_states scales", hidden[1])
+def _protect_hidden(call: Call, protect: Callable[..., Tensor]) -> HiddenStates:
+    if isinstance(call.hidden_states, Tensor):
+        return protect("hidden_states", call.hidden_states, strided=call.strided)
+    payload, scales = call.pair
+    return protect("hidden_states payload", payload), protect("hidden_states scales", scales)
+
+
+def _with_gaps(tensor: Tensor) -> Tensor:
+    """`tensor` in the even rows, -1 in the odd ones."""
+    return torch.stack((tensor, torch.full_like(tensor, -1)), dim=1).flatten(0, 1)

@@ -31,6 +31,33 @@ def test_given_out(workbench: Workbench) -> None:
     check_same_bits(given, expected, "with out=")
 
 
+def test_strided_arguments(workbench: Workbench) -> None:
+    """Every second row of larger tensors: read as what they are, or refused; never the rows in between."""
+    case = workbench.any_case(ep_size=2)
+    calls = workbench.calls(case)
+    with workbench.open(case.problem) as session:
+        weights = session.prepare(workbench.shards(case))
+        expected = session.forward(calls, weights)
+        outcomes = session.outcomes([replace(call, strided=True) for call in calls], weights)
+        if all(isinstance(outcome.error, InputError) for outcome in outcomes):
+            return
+        check_same_bits(values(outcomes), expected, "with gaps between rows")
+
+
+def test_ids_are_checked_in_debug_mode(workbench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MEGAMOE_DEBUG=1 an id outside [-1, E) is a typed error on the host that says where; -1 is none."""
+    monkeypatch.setenv("MEGAMOE_DEBUG", "1")
+    case = workbench.any_case(tokens=(6,), routing="masked_some")
+    (call,) = workbench.calls(case)
+    ids = call.topk_ids.clone()
+    ids[4, 1] = case.problem.num_experts
+    with workbench.new_world(1) as world, world.open(workbench.plan(case.problem)) as session:
+        weights = session.prepare(workbench.shards(case))
+        with pytest.raises(InputError, match=f"topk_ids.*{case.problem.num_experts}"):
+            session.forward([replace(call, topk_ids=ids)], weights)
+        check_shape(case.problem, [call], session.forward([call], weights))
+
+
 def test_int32_ids(workbench: Workbench) -> None:
     """int32 and int64 ids mean the same, -1 and ids outside included."""
     case = workbench.any_case(ep_size=4, routing="out_of_range")

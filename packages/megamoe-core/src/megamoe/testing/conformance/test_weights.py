@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megamoe.backend import Capability
-from megamoe.errors import InputError, LayoutError
+from megamoe.errors import FormatError, InputError, LayoutError
 from megamoe.problem import QuantMode
 from megamoe.tensors import ExpertWeights, PreparedWeights
 from megamoe.testing.cases import A4W4, A8W4, A8W4_FP8, BF16, Case, Mode
@@ -52,6 +52,34 @@ def test_e8m0_weight_scales(workbench: Workbench, mode: Mode) -> None:
     check_same_bits(
         workbench.forward(case.problem, with_tensors(weights, scales), calls), expected, "with e8m0 weight scales"
     )
+
+
+@pytest.mark.parametrize("mode", [A8W4, A8W4_FP8, A4W4], ids=lambda mode: mode.id)
+@pytest.mark.parametrize("byte", [0, 127, 131, 255])
+def test_e8m0_weight_scale_byte(workbench: Workbench, mode: Mode, byte: int) -> None:
+    """One scale byte of expert 0 at an end of its range: computed right, or refused when prepared, and 255 is NaN."""
+    case = workbench.case(mode, tokens=(24,))
+    weights = workbench.weights(case)
+    scales = dict(weights.tensors())["w2_weight_scale"].clone()
+    scales[0, 3, 1] = byte
+    changed = with_tensors(weights, {"w2_weight_scale": scales})
+    calls = workbench.calls(case)
+    with workbench.open(case.problem) as session:
+        expected = session.forward(calls, session.prepare([weights]))
+        try:
+            prepared = session.prepare([changed])
+        except FormatError:
+            return
+        outputs = session.forward(calls, prepared)
+    with_expert_0 = (calls[0].topk_ids == 0).any(-1)
+    assert with_expert_0.any()
+    other = [outputs[0].clone()]
+    other[0][:, 3] = expected[0][:, 3]
+    if byte == 255:
+        assert torch.equal(outputs[0][:, 3].isnan(), with_expert_0), "NaN in other rows than those of expert 0"
+    else:
+        check_staged(case.problem, outputs, workbench.staged(case.problem, changed, calls).outputs)
+    check_same_bits(other, expected, "of columns whose weights did not change")
 
 
 def test_prepare_weights_from_tensors(workbench: Workbench, mode: Mode) -> None:
