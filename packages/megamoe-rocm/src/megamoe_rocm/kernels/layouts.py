@@ -1,4 +1,4 @@
-"""Where bytes are: the device's form of `megamoe.layouts` PRESHUFFLE_16X16 and SCALE_SHUFFLE."""
+"""Where scales are: the device's form of `megamoe.layouts.SCALE_SHUFFLE`."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 from __future__ import annotations
@@ -12,9 +12,3 @@ def scale_offset(row, block, K):
     """Byte of the scale of `row` and block `block` of 32 columns, among scales of K columns in operand order."""
     within = (block % 4) * 64 + (row % 16) * 4 + (row // 16 % 2) * 2 + block // 4 % 2
     return row // 32 * K + block // 8 * 256 + within
-
-
-@triton.jit
-def weight_offset(row, byte, row_bytes):
-    """Byte `byte` of weight row `row`, among preshuffled rows of `row_bytes`."""
-    return row // 16 * (16 * row_bytes) + byte // 16 * 256 + row % 16 * 16 + byte % 16

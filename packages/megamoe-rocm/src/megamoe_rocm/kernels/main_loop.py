@@ -1,7 +1,8 @@
-"""The GEMMs' main loop, in portable Triton: `tl.dot_scaled` on operands that lie as gfx950's MFMA wants them.
+"""The GEMMs' main loop in plain Triton: `tl.dot_scaled` on operands that lie as gfx950's MFMA wants them.
 
-The stages call one device function, so a target can bring its own. The order of additions is the same in every tile
-shape: steps of 256 along K, each accumulated in FP32.
+The stages call one device function, so a target can bring its own. Every load is contiguous in memory; what follows is
+a change of shape that the compiler turns into the operands' layout. The order of additions is the same in every tile
+shape: steps of BLOCK_K along K, each accumulated in FP32.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
@@ -10,7 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe_rocm.kernels.layouts import scale_offset, weight_offset
+
+@triton.jit
+def unshuffle_scales(stored, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`[ROWS, BLOCK_K / 32]` of SCALE_SHUFFLE bytes `[ROWS / 32, BLOCK_K]`."""
+    split = tl.reshape(stored, [ROWS // 32, BLOCK_K // 256, 4, 16, 2, 2])
+    return tl.reshape(tl.permute(split, [0, 4, 3, 1, 5, 2]), [ROWS, BLOCK_K // 32])
+
+
+@triton.jit
+def unshuffle_weight(stored, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`[ROWS, BLOCK_K / 2]` of PRESHUFFLE_16X16 bytes `[ROWS / 16, 8 * BLOCK_K]`."""
+    split = tl.reshape(stored, [ROWS // 16, BLOCK_K // 32, 16, 16])
+    return tl.reshape(tl.permute(split, [0, 2, 1, 3]), [ROWS, BLOCK_K // 2])
 
 
 @triton.jit
@@ -44,28 +57,33 @@ def multiply(
     """
     PER_BYTE: tl.constexpr = 2 if FP4 else 1
     row = first_row + tl.arange(0, BLOCK_M)
-    column = first_column + tl.arange(0, BLOCK_N)
-    is_column = column < num_columns
     byte = tl.arange(0, BLOCK_K // PER_BYTE)
-    weight_byte = tl.arange(0, BLOCK_K // 2)
-    scale = tl.arange(0, BLOCK_K // 32)
+    row_group = first_row // 32 + tl.arange(0, BLOCK_M // 32)
+    weight_group = first_column // 16 + tl.arange(0, BLOCK_N // 16)
+    scale_group = first_column // 32 + tl.arange(0, BLOCK_N // 32)
+    scale_byte = tl.arange(0, BLOCK_K)
+    weight_byte = tl.arange(0, 8 * BLOCK_K)
+    has_weight = tl.expand_dims(weight_group * 16 < num_columns, 1)
+    has_scale = tl.expand_dims(scale_group * 32 < num_columns, 1)
 
     a = rows + tl.expand_dims(row.to(tl.int64) * row_stride, 1) + tl.expand_dims(byte, 0)
-    a_scale = row_scales + scale_offset(tl.expand_dims(row, 1), tl.expand_dims(scale, 0), K)
-    w = weight + weight_offset(tl.expand_dims(column, 0), tl.expand_dims(weight_byte, 1), K // 2)
-    w_scale = weight_scale + scale_offset(tl.expand_dims(column, 1), tl.expand_dims(scale, 0), K)
+    a_scale = row_scales + tl.expand_dims(row_group * K, 1) + tl.expand_dims(scale_byte, 0)
+    w = weight + tl.expand_dims(weight_group * (8 * K), 1) + tl.expand_dims(weight_byte, 0)
+    w_scale = weight_scale + tl.expand_dims(scale_group * K, 1) + tl.expand_dims(scale_byte, 0)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(0, K, BLOCK_K):
         x = tl.load(a)
-        y = tl.load(w, mask=tl.expand_dims(is_column, 0), other=0, cache_modifier=WEIGHT_CACHE)
-        y_scale = tl.load(w_scale, mask=tl.expand_dims(is_column, 1), other=0, cache_modifier=WEIGHT_CACHE)
+        x_scale = unshuffle_scales(tl.load(a_scale), BLOCK_M, BLOCK_K)
+        y = tl.load(w, mask=has_weight, other=0, cache_modifier=WEIGHT_CACHE)
+        y = tl.trans(unshuffle_weight(y, BLOCK_N, BLOCK_K))
+        y_scale = tl.load(w_scale, mask=has_scale, other=0, cache_modifier=WEIGHT_CACHE)
+        y_scale = unshuffle_scales(y_scale, BLOCK_N, BLOCK_K)
         if FP4:
-            acc = tl.dot_scaled(x, tl.load(a_scale), "e2m1", y, y_scale, "e2m1", acc)
+            acc = tl.dot_scaled(x, x_scale, "e2m1", y, y_scale, "e2m1", acc)
         else:
-            x = x.to(tl.float8e4nv, bitcast=True)
-            acc = tl.dot_scaled(x, tl.load(a_scale), "e4m3", y, y_scale, "e2m1", acc)
+            acc = tl.dot_scaled(x.to(tl.float8e4nv, bitcast=True), x_scale, "e4m3", y, y_scale, "e2m1", acc)
         a += BLOCK_K // PER_BYTE
         a_scale += BLOCK_K
-        w += BLOCK_K * 8  # BLOCK_K / 2 bytes of each of 16 rows
+        w += 8 * BLOCK_K
         w_scale += BLOCK_K
     return acc
