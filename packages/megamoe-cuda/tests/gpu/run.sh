@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# What decides whether the kernel may be claimed, on a machine with Hopper GPUs: `bash run.sh one|two [pytest arguments]`.
-#   one   the whole matrix with virtual ranks, and the session's own GPU tests
-#   two   EP1 and EP2 with a process per GPU: over NVSHMEM where nvshmem4py is installed, else PyTorch symmetric memory
+# What decides whether the kernel may be claimed, on a machine with Hopper GPUs: `bash run.sh one|two|faults [arguments]`.
+#   one     the whole matrix with virtual ranks, and the session's own GPU tests
+#   two     EP1 and EP2 with a process per GPU: over NVSHMEM where nvshmem4py is installed, else PyTorch symmetric memory
+#   faults  seeded faults in the kernel's headers, each of which must be caught
 # Needs megamoe-core[test] and megamoe-cuda with NVRTC; logs go to $OUT, or the current directory.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out="${OUT:-.}"
-kind="${1:?one or two}"
+kind="${1:?one, two or faults}"
 shift
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 export MEGAMOE_CACHE_DIR="${MEGAMOE_CACHE_DIR:-/tmp/megamoe-cache}"
@@ -18,6 +19,8 @@ if [ "$kind" = one ]; then
     python3 "$here/precompile.py" virtual || status=1
     python3 -m pytest -p claim "${options[@]}" -s "$here/test_session_gpu.py" 2>&1 | tee "$out/session.log" || status=1
     "${matrix[@]}" --ranks=virtual "${options[@]}" "$@" 2>&1 | tee "$out/matrix-one.log" || status=1
+elif [ "$kind" = faults ]; then
+    python3 "$here/mutations.py" "$@" 2>&1 | tee "$out/faults.log" || status=1
 else
     python3 "$here/precompile.py" processes || status=1
     provider=$(python3 -c 'from megamoe_cuda.symm_nvshmem import is_installed as i; print("nvshmem" if i() else "torch")')

@@ -1,0 +1,284 @@
+"""Seeded faults in the kernel's headers. Each that changes results must be caught by a comparison with the reference.
+
+    python mutations.py [name ...]      # on a machine with a Hopper GPU; exit 1 where a fault goes unnoticed
+
+Each mutant is compiled from a copy of the headers and runs in a process of its own: some corrupt memory, some hang
+until the watchdog ends them. `none` is the kernel as it is, and must pass.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megamoe.backend import VirtualRanks
+from megamoe.errors import MegaMoEError
+from megamoe.problem import MoEProblem, Transport
+from megamoe.reference.staged import staged
+from megamoe.testing.data import make_weights, shard
+from megamoe.testing.tolerances import rel_l2
+from megamoe_cuda import backend
+from megamoe_cuda.heuristics import TILES, session_config
+from megamoe_cuda.jit import codegen, compiler, store
+
+BOUND = 0.01  # relL2 of the output from the staged reference, docs/numerics.md
+TIMEOUT_S = 3.0
+PROCESS_LIMIT_S = 90.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One fault: `old` becomes `new` in the header `file`, at its only place.
+
+    `may_be_harmless`: an ordering that this machine may keep without the instruction; reported, not required.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    may_be_harmless: bool = False
+
+
+MUTATIONS = (
+    Mutation(
+        name="clamp dropped",
+        file="numerics/activation.cuh",
+        old="gate = ptx::min_keep_nan(gate, cfg::kLimit);",
+        new="",
+    ),
+    Mutation(
+        name="gate and up swapped",
+        file="roles/gemm1_epilogue.cuh",
+        old="activate(values[8 * p + i], values[8 * p + 4 + i])",
+        new="activate(values[8 * p + 4 + i], values[8 * p + i])",
+    ),
+    Mutation(
+        name="A2 scale of 64 channels",
+        file="roles/gemm1_epilogue.cuh",
+        old="    amax_bits[0] = max(amax_bits[0], others[0]);\n",
+        new="",
+    ),
+    Mutation(
+        name="activation scale dropped",
+        file="pipeline/main_loop.cuh",
+        old="{load_row_scale(stage, 0), load_row_scale(stage, 8)}",
+        new="{1.f, load_row_scale(stage, 8)}",
+    ),
+    Mutation(
+        name="weight scale of gate used for up",
+        file="pipeline/main_loop.cuh",
+        old="rows[1] = cfg::kIntermediateSize / 128 + tile.n_tile;",
+        new="rows[1] = tile.n_tile;",
+    ),
+    Mutation(
+        name="router weight dropped",
+        file="roles/gemm2_epilogue.cuh",
+        old="ptx::pack_bf16x2(__fmul_rn(pair[0], weight[i & 1]), __fmul_rn(pair[1], weight[i & 1]))",
+        new="ptx::pack_bf16x2(pair[0], pair[1])",
+    ),
+    Mutation(
+        name="transport scale rounded down",
+        file="numerics/e8m0.cuh",
+        old="((amax_bits & 0x7fffffu) > 0x600000u ? 1 : 0)",
+        new="0",
+    ),
+    Mutation(
+        name="scale of a zero block is zero",
+        file="numerics/fp8_block.cuh",
+        old="constexpr float kAmaxFloor = 1e-10f;",
+        new="constexpr float kAmaxFloor = 0.f;",
+    ),
+    Mutation(
+        name="-1 taken for an expert",
+        file="roles/route.cuh",
+        old="const bool valid = id >= 0 &&",
+        new="const bool valid = id >= -1 &&",
+    ),
+    Mutation(
+        name="counters not cleared",
+        file="roles/stage.cuh",
+        old="i < cfg::kCounterWords; i += kThreadsPerRank) counters[i] = 0;",
+        new="i < cfg::kCounterWords; i += kThreadsPerRank) (void)counters;",
+    ),
+    Mutation(
+        name="a barrier arrival dropped",
+        file="roles/gemm1_epilogue.cuh",
+        old="if (alive && thread.warpgroup == 0 && thread.warp == 0 && thread.lane == 0)",
+        new="if (alive && thread.warpgroup == 0 && thread.warp == 9 && thread.lane == 0)",
+    ),
+    Mutation(
+        name="rows not waited for",
+        file="roles/load.cuh",
+        old="const uint32_t target = tile.is_gemm2 ? cfg::kGemm1Arrivals : tile.num_rows;",
+        new="const uint32_t target = tile.is_gemm2 ? cfg::kGemm1Arrivals : 0;",
+    ),
+    Mutation(
+        name="ring slots not waited for",
+        file="roles/dispatch.cuh",
+        old="if (!cfg::kRingWraps || block < cfg::kRingBlocks) return true;",
+        new="return true;",
+    ),
+    Mutation(
+        name="finish not waited for",
+        file="roles/combine.cuh",
+        old="done = wait_until(cta.watchdog(), Phase::kCombine, owner, owner, cta.epoch,",
+        new="done = wait_until(cta.watchdog(), Phase::kCombine, owner, owner, cta.epoch - 1,",
+    ),
+    Mutation(
+        name="fence before bulk reads of A2 dropped",
+        file="roles/gemm1_epilogue.cuh",
+        old="    ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies\n",
+        new="",
+        may_be_harmless=True,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Calls that are compared: a problem, tokens per rank, and what the inputs are like."""
+
+    problem: MoEProblem
+    num_tokens: int
+    hot_rank: bool = False  # all picks on the last rank: its ring wraps
+
+
+def cases() -> Iterator[Case]:
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 512, "num_experts": 8, "top_k": 2, "ep_size": 2}
+    for transport in Transport:
+        problem = MoEProblem(**sizes, num_max_tokens_per_rank=1200, transport=transport, swiglu_limit=1.5)
+        yield Case(problem=problem, num_tokens=100)
+        yield Case(problem=problem, num_tokens=1200, hot_rank=True)
+
+
+def inputs(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gaussian rows, some of them zero, some with outliers; a tenth of the picks are -1."""
+    rng = torch.Generator().manual_seed(rank)
+    problem = case.problem
+    hidden = torch.randn(case.num_tokens, problem.hidden_size, generator=rng)
+    hidden[::7] *= 8
+    hidden[3::11, :256] = 0
+    hidden[5::13] = 0
+    first = problem.first_expert(problem.ep_size - 1) if case.hot_rank else 0
+    ids = torch.randint(first, problem.num_experts, (case.num_tokens, problem.top_k), generator=rng)
+    ids[torch.rand(ids.shape, generator=rng) < 0.1] = -1
+    return hidden.bfloat16().cuda(), ids.cuda(), torch.rand(ids.shape, generator=rng).cuda() - 0.3
+
+
+def fault_in(case: Case) -> str | None:
+    """What a comparison finds wrong with the kernel, or None."""
+    problem = case.problem
+    weights = shard(make_weights(problem, torch.device("cuda")), problem.ep_size)
+    hidden, ids, router = (list(part) for part in zip(*(inputs(case, rank) for rank in range(problem.ep_size))))
+    with torch.device("cuda"):
+        expected = torch.cat(staged(problem, hidden, ids, router, weights).outputs).float()
+    cuda = backend.CudaBackend()
+    for config in TILES:
+        with cuda.open(cuda.plan(problem, config=config), VirtualRanks(), timeout_s=TIMEOUT_S) as session:
+            prepared = [session.prepare(share) for share in weights]
+            for call in range(4):  # both parities, and counters that were left behind
+                try:
+                    got = torch.cat(session.forward(hidden, ids, router, prepared)).float()
+                    session.check()
+                except MegaMoEError as error:
+                    return f"{config}, call {call}: {error}"
+                distance = rel_l2(got, expected)
+                if not distance < BOUND:
+                    return f"{config}, call {call}: relL2 {distance:.3g}"
+    return None
+
+
+def run_mutant(headers: Path) -> None:
+    """Body of a mutant's process: prints a JSON line per case."""
+    use_headers(headers)
+    backend.SEEN_RIGHT_ON = "under test"
+    for case in cases():
+        print(json.dumps({"fault": fault_in(case)}), flush=True)
+
+
+def use_headers(headers: Path) -> None:
+    """Compile from `headers` in this process."""
+    for module in (codegen, compiler, store):
+        module.INCLUDE_DIR = headers  # type: ignore[attr-defined]
+
+
+def mutate(mutation: Mutation, directory: Path) -> Path:
+    """A copy of the headers with the fault in it.
+
+    Raises:
+        SystemExit: the place of the fault is not there any more, or not the only one.
+    """
+    headers = directory / "include"
+    shutil.copytree(codegen.INCLUDE_DIR, headers)
+    path = headers / "megamoe" / mutation.file
+    text = path.read_text()
+    if text.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.name}: {mutation.file} has its place {text.count(mutation.old)} times")
+    path.write_text(text.replace(mutation.old, mutation.new))
+    return headers
+
+
+def outcome(headers: Path) -> str | None:
+    """How the mutant was caught, or None."""
+    command = [sys.executable, __file__, "--mutant", str(headers)]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"hung for {PROCESS_LIMIT_S:g} s"
+    faults = [json.loads(line)["fault"] for line in run.stdout.splitlines() if line.startswith('{"fault"')]
+    if run.returncode != 0:
+        return f"crashed: {run.stderr.strip().splitlines()[-1] if run.stderr.strip() else run.returncode}"
+    return next((fault for fault in faults if fault), None)
+
+
+def compile_mutant(headers: Path) -> None:
+    """Fill the cache in a process of its own."""
+    subprocess.run([sys.executable, __file__, "--compile", str(headers)], check=True, capture_output=True)
+
+
+def compile_all(headers: Path) -> None:
+    use_headers(headers)
+    for case in cases():
+        ranks = case.problem.ep_size
+        for name in TILES:
+            config = session_config(case.problem, name)
+            for tile in config.tiles:
+                store.load_or_compile(
+                    config.kernel(case.problem, tile, num_virtual_ranks=ranks, ctas_per_rank=132 // ranks)
+                )
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--mutant"]:
+        return run_mutant(Path(sys.argv[2]))
+    if sys.argv[1:2] == ["--compile"]:
+        return compile_all(Path(sys.argv[2]))
+    chosen = [mutation for mutation in MUTATIONS if not sys.argv[1:] or mutation.name in sys.argv[1:]]
+    with tempfile.TemporaryDirectory() as directory:
+        headers = [mutate(each, Path(directory) / str(index)) for index, each in enumerate(chosen)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(compile_mutant, headers))
+        untouched = outcome(codegen.INCLUDE_DIR)
+        print(f"none: {untouched or 'passes'}", flush=True)
+        missed = []
+        for mutation, path in zip(chosen, headers):
+            caught = outcome(path)
+            print(f"{mutation.name}: {caught or 'NOT CAUGHT'}", flush=True)
+            if caught is None and not mutation.may_be_harmless:
+                missed.append(mutation.name)
+    sys.exit(f"not caught: {', '.join(missed)}" if missed else bool(untouched))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""The calls by which seeded faults are to be caught (gpu/mutations.py) reach what the faults are in."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+from megamoe_cuda.heuristics import TILES, session_config
+
+MODULE = runpy.run_path(str(Path(__file__).parent / "gpu" / "mutations.py"))
+
+
+def test_the_cases_wrap_the_ring_and_bite_the_clamp() -> None:
+    cases = list(MODULE["cases"]())
+    assert all(case.problem.swiglu_limit for case in cases)
+    hot = [case for case in cases if case.hot_rank]
+    for case in hot:
+        rows = case.problem.ep_size * case.num_tokens * case.problem.top_k * 0.9
+        for ring in (session_config(case.problem, name).rings[0] for name in TILES):
+            assert rows / ring.block_m > ring.ring_blocks, "the ring does not wrap"
