@@ -67,3 +67,49 @@ def set_u32(wave: Wave, register: int, *values: int) -> None:
     """Bit patterns into the first lanes of a vector register, the last into all others."""
     wave.v[register] = values[-1]
     wave.v[register, : len(values)] = values
+
+
+def program(*lines: str, num_warps: int = 1, lds_bytes: int = 0, arguments: tuple[tuple[str, str, int], ...] = ()):
+    """A program from text: instructions of four bytes each, and labels such as `again:` that branches name.
+
+    s[0:1] is the kernarg segment, s2 the workgroup's id; `arguments` are name, type and offset.
+    """
+    from megamoe_rocm.aot.code_object import KernelArgument, KernelDescriptor, Resources
+    from megamoe_rocm.isa.program import Program
+
+    texts = [line for line in lines if not line.endswith(":")]
+    labels, at = {}, 0
+    for line in lines:
+        if line.endswith(":"):
+            labels[line[:-1]] = at
+        else:
+            at += 1
+    instructions = []
+    for at, text in enumerate(texts):
+        target = labels.get(text.split()[-1])
+        simm16 = (target - at - 1) & 0xFFFF if target is not None else 0
+        instructions.append(instruction(text, address=4 * at, words=(simm16,)))
+    positions = {item.address: at for at, item in enumerate(instructions)}
+    sizes = {"i64": 8, "i32": 4, "fp32": 4}
+    code = SimpleNamespace(
+        name="handmade",
+        arguments=tuple(
+            KernelArgument(name=name, type=kind, offset=offset, num_bytes=sizes.get(kind, 8), kind="by_value")
+            for name, kind, offset in arguments
+        ),
+        descriptor=KernelDescriptor(
+            entry=0, kernarg_bytes=64, rsrc1=0, rsrc2=2 << 1 | 1 << 7, rsrc3=0, properties=1 << 3, preload=0
+        ),
+        resources=Resources(
+            num_vgprs=32, num_agprs=0, num_sgprs=32, vgpr_spills=0, sgpr_spills=0, scratch_bytes=0, lds_bytes=lds_bytes,
+            num_warps=num_warps,
+        ),
+    )  # fmt: skip
+    return Program(
+        code=code,
+        instructions=tuple(instructions),
+        steps=tuple(decode(item, positions) for item in instructions),
+        touched=tuple(registers_touched(item) for item in instructions),
+        entry=0,
+        lds_granule=4,
+    )

@@ -59,10 +59,10 @@ def quantize_mxfp4(x, q, scales, rows, H, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def drain_stores(x):
-    """Every wave waits until its stores are complete; a barrier and a flag after it cover them."""
-    return tl.inline_asm_elementwise(
-        "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v", [x], dtype=tl.int32, is_pure=False, pack=1
+def drain_stores():
+    """Every wave of four waits until its stores are complete; a barrier and a flag after it cover them."""
+    tl.inline_asm_elementwise(
+        "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v", [tl.arange(0, 256)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -73,7 +73,7 @@ def hand_over(x, y, flag, out, B: tl.constexpr, DRAIN: tl.constexpr):
     if tl.program_id(0) == 0:
         tl.store(y + i, tl.load(x + i) + 1)
         if DRAIN:
-            drain_stores(i)
+            drain_stores()
         tl.debug_barrier()
         tl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
@@ -97,7 +97,7 @@ def exchange(x, peers, flags, out, rank, epoch, B: tl.constexpr, DRAIN: tl.const
     value = tl.load(x + i)
     tl.store(tl.multiple_of(inbox, 16) + i, value, cache_modifier=".wt")
     if DRAIN:
-        drain_stores(i)
+        drain_stores()
     tl.debug_barrier()
     tl.atomic_add(there, 1, sem="release", scope="sys")
     while tl.atomic_add(here, 0, sem="acquire", scope="sys") < epoch:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from megamoe_rocm.aot.disassembly import Instruction
 from megamoe_rocm.isa.errors import DeadlockError, ExecutionFault
+from megamoe_rocm.isa.instructions.control import CONDITIONS, COUNTER
 from megamoe_rocm.isa.program import Program
 
 # Runs a program with a seed: whether its results are right.
@@ -152,3 +153,93 @@ def _try(program: Program, subject: Subject, index: int, seeds: Sequence[int]) -
         except DeadlockError:
             return "deadlock"
     return "survived" if reached() else "not executed"
+
+
+TWIN_BARRIER = "equivalent: another barrier, with no access to memory or LDS between the two"
+LAST_BARRIER = "equivalent: no access to LDS and no barrier after it"
+NOTHING_OUTSTANDING = "equivalent: an earlier wait covers it, with nothing issued between the two"
+COVERED_LATER = "equivalent: a later wait covers it, with neither an access nor a barrier between the two"
+WRITE_BACK = "outside the model: waits for a cache write-back"
+
+
+def explain(program: Program) -> dict[int, str]:
+    """Reasons that straight-line reasoning proves: barriers and waits that another one makes redundant.
+
+    Returns:
+        index -> reason, for what may survive its deletion.
+    """
+    items, reasons = program.instructions, {}
+    targets = {item.branch_target for item in items if _branches(item)}
+    for at, item in enumerate(items):
+        kind = kind_of(item)
+        if kind == "barrier":
+            ahead, behind = _straight(items[at + 1 :], targets), _straight(items[at - 1 :: -1] if at else (), targets)
+            if _first(ahead, _touches) == "barrier" or _first(behind, _touches) == "barrier":
+                reasons[at] = TWIN_BARRIER
+            elif not any(_touches_lds(other) for other in items[at + 1 :]) and not _loops_back(items, at):
+                reasons[at] = LAST_BARRIER
+        elif kind == "wait":
+            reason = _explain_wait(items, at, targets)
+            if reason:
+                reasons[at] = reason
+    return reasons
+
+
+def _explain_wait(items: Sequence[Instruction], at: int, targets: set[int]) -> str:
+    mine = _counts(items[at])
+    for other in _straight(items[at - 1 :: -1] if at else (), targets | {items[at].address}):
+        if other.mnemonic == "buffer_wbl2":
+            return WRITE_BACK
+        if kind_of(other) == "wait" and _covers(_counts(other), mine):
+            return NOTHING_OUTSTANDING
+        if _touches(other):
+            break
+    for other in _straight(items[at + 1 :], targets):
+        if kind_of(other) == "wait" and _covers(_counts(other), mine):
+            return COVERED_LATER
+        if _touches(other) or not other.mnemonic.startswith(("s_nop", "s_waitcnt")):
+            break
+    return ""
+
+
+def _counts(item: Instruction) -> dict[str, int]:
+    return {name: int(value) for name, value in COUNTER.findall(item.text)}
+
+
+def _covers(stronger: Mapping[str, int], weaker: Mapping[str, int]) -> bool:
+    return all(name in stronger and stronger[name] <= value for name, value in weaker.items())
+
+
+def _branches(item: Instruction) -> bool:
+    return item.mnemonic in CONDITIONS
+
+
+def _straight(items: Iterable[Instruction], targets: set[int]) -> Iterable[Instruction]:
+    """Instructions up to where control may come in or go out."""
+    for item in items:
+        if _branches(item) or item.mnemonic == "s_endpgm":
+            return
+        yield item
+        if item.address in targets:
+            return
+
+
+def _touches_lds(item: Instruction) -> bool:
+    return item.mnemonic.startswith("ds_") or "lds" in item.modifiers or "_lds_" in item.mnemonic
+
+
+def _touches(item: Instruction) -> str:
+    """`barrier`, `access` or ""."""
+    if item.mnemonic == "s_barrier":
+        return "barrier"
+    return "access" if item.mnemonic.startswith(("ds_", "global_", "buffer_", "s_load", "flat_")) else ""
+
+
+def _first(items: Iterable[Instruction], function: Callable[[Instruction], str]) -> str:
+    return next((found for item in items if (found := function(item))), "")
+
+
+def _loops_back(items: Sequence[Instruction], at: int) -> bool:
+    """Whether some branch after an instruction goes to it or before it."""
+    address = items[at].address
+    return any(_branches(item) and item.branch_target <= address for item in items[at + 1 :])
