@@ -1,0 +1,107 @@
+"""The plugin: what it runs, what it lets pass as skipped, and what it says about it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+PLUGIN = ("-p", "megamoe.testing.plugin", "-p", "no:cacheprovider")
+
+
+def test_only_refusals_may_skip(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_passes(workbench): pass
+        def test_skips(workbench): pytest.skip("no time")
+        @pytest.mark.skip(reason="marked")
+        def test_marked(workbench): pass
+        @pytest.mark.xfail
+        def test_expected_failure(workbench): assert False
+        def test_refused(workbench): workbench.refuse("too large: at most 3")
+        def test_of_something_else(): pytest.skip("not a conformance test")
+        """
+    )
+    result = pytester.runpytest(*PLUGIN, "-rA")
+    result.assert_outcomes(passed=1, failed=2, errors=1, skipped=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_skips was skipped: a conformance test runs, or the backend refuses it",
+            "*refused by the backend, with a checked reason*",
+            "*1  too large: at most 3",
+        ]
+    )
+
+
+CASES = """
+    def test_case(workbench, case): print("ran", case.id)
+    """
+
+
+def collected(pytester: pytest.Pytester, *options: str) -> list[str]:
+    pytester.makepyfile(CASES)
+    result = pytester.runpytest(*PLUGIN, "--collect-only", "-q", *options)
+    assert result.ret == 0
+    return [line.split("[")[1].rstrip("]") for line in result.outlines if "::test_case[" in line]
+
+
+def test_layers_are_markers(pytester: pytest.Pytester) -> None:
+    everything = collected(pytester)
+    layers = {layer: collected(pytester, "-m", layer) for layer in ("smoke", "shapes", "edge", "stress")}
+    assert all(layers.values())
+    assert sorted(everything) == sorted(case for cases in layers.values() for case in cases)
+    assert layers["stress"] == [f"stress-{seed}" for seed in range(24)]
+
+
+def test_seeds_replay_stress_cases(pytester: pytest.Pytester) -> None:
+    assert collected(pytester, "--megamoe-seed=17", "--megamoe-seed=9000") == ["stress-17", "stress-9000"]
+    assert collected(pytester, "-m", "stress", "--megamoe-stress=3") == ["stress-0", "stress-1", "stress-2"]
+
+
+def test_ep_sizes(pytester: pytest.Pytester) -> None:
+    some = collected(pytester, "--ep-sizes=1,4", "-m", "smoke or shapes or edge")
+    assert some
+    assert all(case.endswith(("-ep1", "-ep4")) for case in some)
+
+
+def test_what_virtual_ranks_cant_show_is_left_out(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.own_ranks
+        def test_late(workbench): pass
+        @pytest.mark.processes
+        def test_killed(workbench): pass
+        """
+    )
+    pytester.runpytest(*PLUGIN, "--ranks=virtual").assert_outcomes(deselected=2)
+    pytester.runpytest(*PLUGIN, "--ranks=threads").assert_outcomes(passed=1, deselected=1)
+    pytester.runpytest(*PLUGIN, "--ranks=processes").assert_outcomes(passed=2)
+
+
+def test_header_names_what_is_tested(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_nothing(workbench): pass")
+    result = pytester.runpytest(*PLUGIN, "--ranks=threads", "--ep-sizes=1,2")
+    result.stdout.fnmatch_lines(
+        [
+            "megamoe: backend reference (torch *), device cpu, ranks threads, EP sizes 1, 2, torch *",
+            "megamoe: plain-a8w8-ep2 runs configuration default in * bytes per rank",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--backend=tpu"], "*backend tpu can't be tested here: not_installed: installed are *"),
+        (["--ranks=threads", "--device=cuda"], "*--ranks=threads is for CPU backends*"),
+    ],
+    ids=["unknown", "threads-on-gpu"],
+)
+def test_what_cant_be_tested_is_a_usage_error(pytester: pytest.Pytester, options: list[str], message: str) -> None:
+    pytester.makepyfile("def test_nothing(workbench): pass")
+    result = pytester.runpytest(*PLUGIN, *options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
