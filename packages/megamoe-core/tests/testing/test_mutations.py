@@ -15,15 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.formats import FP8_1X128, ActivationFormat, Quantized
+from megamoe.formats import FP8_1X128, ActivationFormat, Quantized, TransportFormat
 from megamoe.problem import Activation
-from megamoe.reference import executor
+from megamoe.reference import executor, session
 from megamoe.reference.backend import ReferenceBackend
 from megamoe.stages.route import Routing
 from megamoe.stages.swiglu_quant import SwiGLU
-from megamoe.testing import checks
+from megamoe.tensors import PreparedWeights
+from megamoe.testing import agent, checks
 from megamoe.testing.cases import A4W4, A8W4, A8W8, BF16, Case, InputKind, Layer, Mode, build
-from megamoe.testing.conformance import test_bits
+from megamoe.testing.conformance import test_bits, test_calls, test_values, test_weights
 from megamoe.testing.workbench import Workbench
 
 REAL = {
@@ -327,12 +328,97 @@ def test_mutation_is_caught(workbench: Workbench, mutation: Mutation, monkeypatc
     assert failed_checks(workbench, case) >= set(mutation.caught_by)
 
 
-def test_reversed_slots_are_caught(workbench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots summed from the last to the first differ from the contract in a few bits, where rows nearly cancel."""
+def reversed_slots() -> Replacements:
+    """Slots summed from the last to the first: other bits in a few places, where rows nearly cancel."""
 
     def combine_tokens(wire: Tensor, valid: Tensor, *rest: Any) -> Tensor:
         return REAL["combine_tokens"](wire.flip(0), valid.flip(1), *rest)
 
-    monkeypatch.setattr("megamoe.reference.executor.combine_tokens", combine_tokens)
-    with pytest.raises(AssertionError, match="bits differ"):
-        test_bits.test_slot_order(workbench, A8W8)
+    return {"executor.combine_tokens": combine_tokens}
+
+
+def masked_slots_times_zero() -> Replacements:
+    """Slots without an expert multiplied by 0 instead of left out: NaN times 0 is NaN."""
+
+    def combine_tokens(wire: Tensor, valid: Tensor, transport: TransportFormat, hidden_size: int) -> Tensor:
+        return (transport.decode(wire) * valid.t().unsqueeze(2)).sum(0).to(torch.bfloat16)
+
+    return {"executor.combine_tokens": combine_tokens}
+
+
+def bits_of_the_tile() -> Replacements:
+    """A row's bits depend on how many rows its expert has, as with a K split chosen by tile shape."""
+
+    def gemm1(x: Tensor, *rest: Any) -> Tensor:
+        return REAL["gemm1"](x, *rest).mul_(1 + x.shape[0] * 2.0**-20)
+
+    return {"executor.gemm1": gemm1}
+
+
+def cut_ids() -> Replacements:
+    """int64 ids cut to 32 bits."""
+    return {"executor.route": lambda ids, *rest: REAL["route"](ids.int(), *rest),
+            "executor.is_expert": lambda ids, num_experts: (ids.int() >= 0) & (ids.int() < num_experts)}  # fmt: skip
+
+
+def signed_scale_bytes() -> Replacements:
+    """E8M0 bytes loaded as signed: those from 128 on turn into tiny powers of two."""
+
+    def pull_rows(source: Tensor, picks: Tensor, top_k: int, out: Tensor) -> None:
+        executor_pull_rows(source, picks, top_k, out=out)
+        if out.shape[1] < 64:  # scales, not payload
+            out.copy_(out.view(torch.int8).clamp(min=0).view(torch.uint8))
+
+    return {"executor.pull_rows": pull_rows}
+
+
+def copied_expert_tensors() -> Replacements:
+    """`expert_tensors` hands out copies: a moved expert is moved nowhere."""
+
+    def expert_tensors(prepared: PreparedWeights) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in prepared.tensors.items()}
+
+    return {"agent.expert_tensors": expert_tensors}
+
+
+def padding_is_computed() -> Replacements:
+    """`num_tokens` ignored."""
+    real = session.ReferenceSession.forward
+
+    def forward(self: Any, *arguments: Any, num_tokens: Any = None, **named: Any) -> Any:
+        return real(self, *arguments, **named)
+
+    return {"session.ReferenceSession.forward": forward}
+
+
+executor_pull_rows = executor.pull_rows
+BROKEN_PROMISES: list[tuple[Callable[[], Replacements], Callable[..., None], dict[str, Any]]] = [
+    (reversed_slots, test_bits.test_slot_order, {"mode": A8W8}),
+    (masked_slots_times_zero, test_values.test_poison_of_an_earlier_call, {"mode": A8W8, "transport": "bf16"}),
+    (bits_of_the_tile, test_bits.test_rest_of_the_batch, {"mode": BF16}),
+    (bits_of_the_tile, test_bits.test_other_ranks_tokens, {"mode": BF16}),
+    (cut_ids, test_calls.test_wide_ids_are_not_cut, {}),
+    (signed_scale_bytes, test_values.test_e8m0_byte, {"mode": A8W4, "byte": 128}),
+    (copied_expert_tensors, test_weights.test_move_expert_in_place, {"mode": A8W8}),
+    (padding_is_computed, test_calls.test_num_tokens, {"mode": A8W8, "device_scalar": False}),
+]
+
+
+@pytest.mark.parametrize(
+    "mutation, conformance_test, arguments", BROKEN_PROMISES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_broken_promise_is_caught(
+    workbench: Workbench,
+    mutation: Callable[[], Replacements],
+    conformance_test: Callable[..., None],
+    arguments: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Faults that no bound on numbers shows: the conformance test of the promise itself must fail."""
+    conformance_test(workbench, **arguments)
+    modules = {"executor": executor, "session": session, "agent": agent}
+    for name, replacement in mutation().items():
+        module, _, attribute = name.partition(".")
+        monkeypatch.setattr(f"{modules[module].__name__}.{attribute}", replacement)
+    with pytest.raises(AssertionError):
+        conformance_test(workbench, **arguments)

@@ -66,18 +66,23 @@ def test_poison_stays_in_its_row(workbench: Workbench, mode: Mode, transport: st
     check_same_bits(dirty, clean, f"of other rows when one holds {value}")
 
 
-def test_poison_of_an_earlier_call(workbench: Workbench, mode: Mode) -> None:
-    """Pool rows that a call leaves behind full of NaN are padding of the next one, and change nothing in it."""
-    case = workbench.case(mode, ep_size=2, tokens=(40, 40))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_poison_of_an_earlier_call(workbench: Workbench, mode: Mode, transport: str) -> None:
+    """What calls full of NaN leave behind, in the pool's padding and under masked slots, changes nothing later."""
+    case = workbench.case(mode, ep_size=2, tokens=(40, 40), routing="masked_some", transport=transport)
     calls = workbench.calls(case)
     few = [call.rows(slice(0, 3)) for call in calls]
-    bad = [replace(call, hidden_states=torch.full_like(call.bf16, NAN)) for call in calls]
+    bad = [
+        replace(call, hidden_states=torch.full_like(call.bf16, NAN), topk_ids=call.topk_ids.clamp(min=0))
+        for call in calls
+    ]
     with workbench.open(case.problem) as session:
         weights = session.prepare(workbench.shards(case))
-        expected = session.forward(few, weights)
+        expected = [session.forward(few, weights), session.forward(calls, weights)]
         for _ in range(2):  # both copies of what is kept twice
             session.forward(bad, weights)
-        check_same_bits(session.forward(few, weights), expected, "after calls that were all NaN")
+        check_same_bits(session.forward(few, weights), expected[0], "after calls that were all NaN")
+        check_same_bits(session.forward(calls, weights), expected[1], "after calls that were all NaN")
 
 
 def test_extreme_rows(workbench: Workbench, mode: Mode) -> None:
