@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,14 +142,14 @@ class CudaSession(Session):
             calls = [self._prepare_call(index, *values) for index, values in enumerate(zip(*per_rank, strict=True))]
         else:
             calls = [self._prepare_call(0, *arguments)]
-        kernel = self._kernel_for(max(num_rows for num_rows, _, _ in calls))
+        kernel = self._kernel_for(max(call.num_rows for call in calls))
         if torch.cuda.current_device() == self._device.index:
-            self._launch(kernel, [call for _, _, call in calls])
+            self._launch(kernel, [call.launch for call in calls])
         else:
             with torch.cuda.device(self._device):
-                self._launch(kernel, [call for _, _, call in calls])
+                self._launch(kernel, [call.launch for call in calls])
         self._calls += 1
-        return [y for _, y, _ in calls] if self.ep_rank is None else calls[0][1]
+        return [call.out for call in calls] if self.ep_rank is None else calls[0].out
 
     def _launch(self, kernel: LoadedKernel, calls: list[RankCall]) -> None:
         torch.cuda.nvtx.range_push("megamoe.forward")  # type: ignore[no-untyped-call]
@@ -167,8 +167,8 @@ class CudaSession(Session):
 
     def _prepare_call(
         self, index: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any, num_tokens: Any
-    ) -> tuple[int, Tensor, RankCall]:
-        """Check one rank's arguments and turn them into addresses: rows, output, the kernel's arguments."""
+    ) -> _Call:
+        """Check one rank's arguments and turn them into addresses."""
         payload, scales = _payload_and_scales(hidden_states)
         self._check_tensors(payload, scales, topk_ids, topk_weights, weights, out)
         if self._check_ids and not torch.cuda.is_current_stream_capturing():
@@ -187,7 +187,7 @@ class CudaSession(Session):
             host_tokens, device_tokens = self._num_tokens(num_tokens, num_rows)
             out.zero_()  # the kernel writes valid rows only
         tensors = weights.tensors
-        call = RankCall(
+        launch = RankCall(
             hidden_states=address,
             hidden_scales=0 if scales is None else scales.data_ptr(),
             topk_ids=topk_ids.data_ptr(),
@@ -203,7 +203,7 @@ class CudaSession(Session):
             expert_counts=self._received_addresses[index],
             gemm1_tap=0 if self._gate_up is None else self._gate_up[index].data_ptr(),
         )
-        return num_rows, out, call
+        return _Call(num_rows, out, launch, (payload, scales, topk_ids, topk_weights))
 
     def _check_tensors(
         self, payload: Any, scales: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any
@@ -423,6 +423,17 @@ class CudaSession(Session):
         self._memory = Memory(ranks=(), release=_nothing)
 
 
+class _Call(NamedTuple):
+    """One rank's arguments as the kernel takes them."""
+
+    num_rows: int
+    out: Tensor
+    launch: RankCall
+    inputs: tuple[
+        Tensor | None, ...
+    ]  # what the addresses point to: copies of strided arguments must live to the launch
+
+
 def _one_each(name: str, value: Any, num_ranks: int) -> Sequence[Any]:
     """One entry per virtual rank; None stands for None of each."""
     if value is None:
@@ -445,11 +456,12 @@ def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | N
 
 def _require_ids(topk_ids: Tensor, num_experts: int) -> None:
     """Raise for an id outside [-1, num_experts). Synchronises, hence in debug mode only."""
-    wrong = topk_ids[(topk_ids < -1) | (topk_ids >= num_experts)]
-    if wrong.numel():
+    wrong = ((topk_ids < -1) | (topk_ids >= num_experts)).nonzero()
+    if len(wrong):
+        token, slot = wrong[0].tolist()
         raise InputError(
-            "topk_ids holds ids of no expert",
-            got=f"{wrong.numel()} of them, {wrong[0].item()} first",
+            f"topk_ids[{token}, {slot}] is no expert's id",
+            got=f"{topk_ids[token, slot].item()}, and {len(wrong) - 1} more like it",
             expected=f"-1 to {num_experts - 1}",
         )
 
