@@ -12,7 +12,7 @@ BOX_COLUMNS = 128  # bytes; the span of the 128-byte swizzle
 
 @lru_cache(maxsize=4096)
 def byte_matrix_map(address: int, *, num_rows: int, num_columns: int, box_rows: int) -> bytes:
-    """The 128 bytes of a CUtensorMap for a row-major byte matrix, loaded in boxes of `box_rows` x 128, swizzled by 128 B.
+    """The 128 bytes of a CUtensorMap for a row-major byte matrix, in boxes of `box_rows` x 128, swizzled by 128 B.
 
     Args:
         address: device address, a multiple of 16.

@@ -12,11 +12,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from megamoe.bench.suites import SuiteOptions
 from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import H200
 from megamoe.testing.cases import cases, stress_case
 from megamoe_cuda import backend
+from megamoe_cuda.aot import builds
 from megamoe_cuda.backend import CudaBackend
+from megamoe_cuda.bench import seed_sm90
 from megamoe_cuda.heuristics import session_config
 from megamoe_cuda.jit.store import load_or_compile
 from megamoe_cuda.kernel_config import KernelConfig
@@ -50,6 +53,19 @@ def kernels(problem: MoEProblem, virtual: bool) -> Iterator[KernelConfig]:
             )
 
 
+def bench_kernels() -> Iterator[KernelConfig]:
+    """Kernels of the benchmark."""
+    for setting in seed_sm90.SETTINGS:
+        for measurement in seed_sm90._measurements(setting, SuiteOptions()):
+            yield from (build.kernel for build in builds(measurement.problem))
+
+
+def matrix_kernels(virtual: bool) -> Iterator[KernelConfig]:
+    """Kernels of the matrix."""
+    for problem in problems((1, 2, 4, 8) if virtual else (1, 2)):
+        yield from kernels(problem, virtual)
+
+
 def compile_one(kernel: KernelConfig) -> str | None:
     """The kernel's complaint, if it does not compile."""
     try:
@@ -60,9 +76,8 @@ def compile_one(kernel: KernelConfig) -> str | None:
 
 
 def main() -> None:
-    virtual = sys.argv[1] == "virtual"
-    ep_sizes = (1, 2, 4, 8) if virtual else (1, 2)
-    wanted = dict.fromkeys(kernel for problem in problems(ep_sizes) for kernel in kernels(problem, virtual))
+    kind = sys.argv[1]
+    wanted = dict.fromkeys(bench_kernels() if kind == "bench" else matrix_kernels(kind == "virtual"))
     started = time.perf_counter()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         failures = [failure for failure in pool.map(compile_one, wanted, chunksize=2) if failure]
