@@ -21,7 +21,7 @@ def scaled_gemm(
     a_scale_at = a_scale + rows[:, None] * (K // 32) + blocks[None, :]
     w_scale_at = w_scale + columns[:, None] * (K // 32) + blocks[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
-    for _ in range(0, K // BK):
+    for _ in range(K // BK):
         acc = tl.dot_scaled(
             tl.load(a_at), tl.load(a_scale_at), A_FORMAT, tl.load(w_at), tl.load(w_scale_at), "e2m1", acc
         )
@@ -42,7 +42,7 @@ def e2m1_code(x):
 
 @triton.jit
 def quantize_mxfp4(x, q, scales, rows, H, BLOCKS: tl.constexpr):
-    """x[rows, H] BF16 to packed e2m1 [rows, H / 2] and E8M0 [rows, H / 32]; rounds scales up. BLOCKS blocks a program."""
+    """x[rows, H] BF16 to packed e2m1 [rows, H / 2] and E8M0 [rows, H / 32]; rounds scales up."""
     row = tl.program_id(0)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     element = block[:, None] * 32 + tl.arange(0, 32)[None, :]

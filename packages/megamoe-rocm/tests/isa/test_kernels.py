@@ -41,7 +41,8 @@ def quantiser() -> CodeObject:
     return compile_kernel(
         isa_kernels.quantize_mxfp4,
         parameters={
-            "x": pointer("bf16"), "q": pointer("u8"), "scales": pointer("u8"), "rows": size(), "H": size(divisibility=16),
+            "x": pointer("bf16"), "q": pointer("u8"), "scales": pointer("u8"), "rows": size(),
+            "H": size(divisibility=16),
         },
         constants={"BLOCKS": 8},
     )  # fmt: skip
@@ -126,7 +127,9 @@ def test_a_larger_gemm() -> None:
 
 def test_the_gemms_code_object_keeps_its_promises() -> None:
     # A 64x64x256 step over four waves: (64/16)(64/16)(256/128)/4 MFMAs each; the loop and its last trip.
-    found = check(gemm("e2m1"), Expectation(scaled_mfmas=16, loop_scaled_mfmas=8, peer_stores=0, releases=0, acquires=0))
+    found = check(
+        gemm("e2m1"), Expectation(scaled_mfmas=16, loop_scaled_mfmas=8, peer_stores=0, releases=0, acquires=0)
+    )
     assert found.workgroups_per_cu >= 4
 
 
@@ -152,7 +155,12 @@ def test_quantise_to_mxfp4(rows: int, columns: int) -> None:
 def run_hand_over(program: Program, seed: int) -> bool:
     x = np.random.default_rng(seed).integers(0, 1000, 1024, np.int32)
     machine = Machine(seed=seed)
-    buffers = {"x": machine.buffer(x), "y": machine.buffer(4096), "flag": machine.buffer(4), "out": machine.buffer(4096)}
+    buffers = {
+        "x": machine.buffer(x),
+        "y": machine.buffer(4096),
+        "flag": machine.buffer(4),
+        "out": machine.buffer(4096),
+    }
     machine.launch(program, grid=2, arguments=buffers)
     machine.run(max_steps=100_000)
     return bool((buffers["out"].read(np.int32) == 2 * (x + 1)).all())

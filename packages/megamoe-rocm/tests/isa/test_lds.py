@@ -26,13 +26,26 @@ def test_writes_and_reads_of_every_width() -> None:
         wave.v[4 + register] = 0x10203040 * (register + 1) + LANE
     run(wave, "ds_write_b128 v1, v[4:7] offset:32", "ds_read_b128 v[8:11], v1 offset:32", DONE)
     np.testing.assert_array_equal(wave.v[8:12], wave.v[4:8])
-    run(wave, "ds_read_b96 v[8:10], v1 offset:32", "ds_read_b64 v[12:13], v1 offset:40", "ds_read_b32 v14, v1 offset:44", DONE)
+    run(
+        wave,
+        "ds_read_b96 v[8:10], v1 offset:32",
+        "ds_read_b64 v[12:13], v1 offset:40",
+        "ds_read_b32 v14, v1 offset:44",
+        DONE,
+    )
     np.testing.assert_array_equal(wave.v[8:11], wave.v[4:7])
     np.testing.assert_array_equal(wave.v[12:14], wave.v[6:8])
     np.testing.assert_array_equal(wave.v[14], wave.v[7])
     set_u32(wave, 4, 0x0000F1F2)
     run(wave, "ds_write_b16 v1, v4", "ds_write_b8 v1, v4 offset:3", DONE)
-    run(wave, "ds_read_u16 v8, v1", "ds_read_i16 v9, v1", "ds_read_u8 v10, v1 offset:3", "ds_read_i8 v11, v1 offset:3", DONE)
+    run(
+        wave,
+        "ds_read_u16 v8, v1",
+        "ds_read_i16 v9, v1",
+        "ds_read_u8 v10, v1 offset:3",
+        "ds_read_i8 v11, v1 offset:3",
+        DONE,
+    )
     assert [int(wave.v[at, 7]) for at in range(8, 12)] == [0xF1F2, 0xFFFFF1F2, 0xF2, 0xFFFFFFF2]
 
 
@@ -56,7 +69,12 @@ def test_pairs_of_accesses() -> None:
     np.testing.assert_array_equal(wave.v[5], wave.v[2])
     run(wave, "ds_write2st64_b32 v1, v2, v3 offset0:4 offset1:8", "ds_read_b32 v6, v1 offset:2048", DONE)
     np.testing.assert_array_equal(wave.v[6], wave.v[3])
-    run(wave, "ds_write2_b64 v1, v[2:3], v[2:3] offset0:1 offset1:70", "ds_read2_b64 v[4:7], v1 offset0:1 offset1:70", DONE)
+    run(
+        wave,
+        "ds_write2_b64 v1, v[2:3], v[2:3] offset0:1 offset1:70",
+        "ds_read2_b64 v[4:7], v1 offset0:1 offset1:70",
+        DONE,
+    )
     assert [int(wave.v[at, 63]) for at in range(4, 8)] == [163, 263, 163, 263]
 
 

@@ -143,7 +143,12 @@ def test_buffer_offsets_add_up() -> None:
     buffer = wave.group.machine.buffer(words(256))
     set_resource(wave, 8, buffer)
     wave.v[1], wave.s[4] = LANE * 4, 256
-    run(wave, "buffer_load_dword v2, v1, s[8:11], s4 offen offset:16", "buffer_load_dword v3, off, s[8:11], s4 offset:8", DONE)
+    run(
+        wave,
+        "buffer_load_dword v2, v1, s[8:11], s4 offen offset:16",
+        "buffer_load_dword v3, off, s[8:11], s4 offset:8",
+        DONE,
+    )
     np.testing.assert_array_equal(wave.v[2], words(256)[68:132])
     assert set(wave.v[3].tolist()) == {int(words(256)[66])}
 
@@ -170,7 +175,9 @@ def test_loads_complete_in_order() -> None:
     buffer = wave.group.machine.buffer(words(64))
     wave.write64(4, buffer.address)
     wave.v[1] = LANE * 4
-    run(wave, "global_load_dword v2, v1, s[4:5]", "global_load_dword v3, v1, s[4:5]", "global_load_dword v8, v1, s[4:5]")
+    run(
+        wave, "global_load_dword v2, v1, s[4:5]", "global_load_dword v3, v1, s[4:5]", "global_load_dword v8, v1, s[4:5]"
+    )
     run(wave, "s_waitcnt vmcnt(2)")
     assert [touches_pending(wave, f"v_mov_b32_e32 v0, v{at}") for at in (2, 3, 8)] == [False, True, True]
     run(wave, "s_waitcnt vmcnt(1)")
@@ -309,7 +316,12 @@ def test_scalar_loads() -> None:
     buffer = wave.group.machine.buffer(words(64))
     wave.write64(2, buffer.address + 64)
     wave.s[4] = 8
-    run(wave, "s_load_dwordx4 s[8:11], s[2:3], 0x10", "s_load_dword s12, s[2:3], -0x10", "s_load_dword s13, s[2:3], s4 offset:0x4")
+    run(
+        wave,
+        "s_load_dwordx4 s[8:11], s[2:3], 0x10",
+        "s_load_dword s12, s[2:3], -0x10",
+        "s_load_dword s13, s[2:3], s4 offset:0x4",
+    )
     assert touches_pending(wave, "s_mov_b32 s0, s10")
     run(wave, "s_waitcnt lgkmcnt(1)")  # out of order: nothing is certain but zero
     assert touches_pending(wave, "s_mov_b32 s0, s8")
@@ -339,8 +351,8 @@ def test_a_load_into_lds_lands_lane_after_lane(width: int, name: str) -> None:
     wave.v[1, 2] = 0x80000000
     wave.s[M0] = 1024
     run(wave, f"buffer_load_{name} v1, s[8:11], 0 offen offset:32 lds")
+    set_u32(wave, 3, 1024 + 32)
     with pytest.raises(LdsRaceFault, match="a DMA is still filling"):
-        set_u32(wave, 3, 1024 + 32)
         run(wave, "ds_read_b32 v4, v3")
     run(wave, DONE)
     per_lane = width // 4

@@ -41,7 +41,9 @@ def result_at(wave: Wave, row: int, column: int, size: int) -> float:
 FORMATS = {"fp4": (4, put_fp4, FP4_ONE, 4), "fp8": (8, put_fp8, FP8_ONE, 0)}
 
 
-def multiply(wave: Wave, size: int, a_format: str, b_format: str, accumulator: str | None = None, more: str = "") -> None:
+def multiply(
+    wave: Wave, size: int, a_format: str, b_format: str, accumulator: str | None = None, more: str = ""
+) -> None:
     depth, count = (128, 4) if size == 16 else (64, 16)
     result = f"v[0:{count - 1}]"
     a, b = f"v[{A}:{A + FORMATS[a_format][0] - 1}]", f"v[{B}:{B + FORMATS[b_format][0] - 1}]"

@@ -1,4 +1,4 @@
-"""Vector instructions against results worked out by hand. v1, v2, v3 are the sources, s2 and s4 scalar ones; v0 the result."""
+"""Vector instructions against results worked out by hand: v1, v2 and v3 are the sources, v0 is the result."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megamoe_rocm.isa.numbers import fma32
 from megamoe_rocm.isa.wave import VCC
 
 NAN, INF = math.nan, math.inf
+WHOLE = "dst_sel:DWORD dst_unused:UNUSED_PAD"
 
 INTEGER_CASES = [
     ("v_mov_b32_e32 v0, -1", (), 0xFFFFFFFF),
@@ -84,8 +85,8 @@ INTEGER_CASES = [
     ("v_cvt_f32_u32_e32 v0, v1", (0x80000000,), 0x4F000000),
     ("v_cvt_f32_i32_e32 v0, v1", (0xFFFFFFFF,), 0xBF800000),
     ("v_cvt_f32_ubyte2_e32 v0, v1", (0x00050000,), 0x40A00000),
-    ("v_add_u32_sdwa v0, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_1 src1_sel:WORD_1", (0x1200, 0x30000), 0x15),
-    ("v_add_u32_sdwa v0, v1, sext(v2) dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:BYTE_0", (1, 0xFF), 0),
+    (f"v_add_u32_sdwa v0, v1, v2 {WHOLE} src0_sel:BYTE_1 src1_sel:WORD_1", (0x1200, 0x30000), 0x15),
+    (f"v_add_u32_sdwa v0, v1, sext(v2) {WHOLE} src0_sel:DWORD src1_sel:BYTE_0", (1, 0xFF), 0),
 ]  # fmt: skip
 
 
@@ -312,7 +313,12 @@ def test_cndmask_takes_the_second_source_where_the_bit_is_set() -> None:
     set_u32(wave, 2, 20)
     wave.write64(VCC, 0b10)
     wave.write64(4, 0b01)
-    run(wave, "v_cndmask_b32_e32 v0, v1, v2, vcc", "v_cndmask_b32_e64 v3, v1, v2, s[4:5]", "v_cndmask_b32_e64 v4, 0, -1, vcc")
+    run(
+        wave,
+        "v_cndmask_b32_e32 v0, v1, v2, vcc",
+        "v_cndmask_b32_e64 v3, v1, v2, s[4:5]",
+        "v_cndmask_b32_e64 v4, 0, -1, vcc",
+    )
     assert wave.v[0, :3].tolist() == [10, 20, 10]
     assert wave.v[3, :3].tolist() == [20, 10, 10]
     assert wave.v[4, :2].tolist() == [0, 0xFFFFFFFF]
@@ -401,7 +407,8 @@ def test_classes() -> None:
 
 @pytest.mark.parametrize(
     "value, signed, unsigned",
-    [(1.9, 1, 1), (-1.9, 0xFFFFFFFF, 0), (3e9, 0x7FFFFFFF, 3000000000), (NAN, 0, 0), (-INF, 0x80000000, 0), (INF, 0x7FFFFFFF, 0xFFFFFFFF)],
+    [(1.9, 1, 1), (-1.9, 0xFFFFFFFF, 0), (3e9, 0x7FFFFFFF, 3000000000), (NAN, 0, 0),
+     (-INF, 0x80000000, 0), (INF, 0x7FFFFFFF, 0xFFFFFFFF)],
 )  # fmt: skip
 def test_float_to_integer_saturates(value: float, signed: int, unsigned: int) -> None:
     wave = lone_wave()
@@ -426,7 +433,12 @@ def test_accumulation_registers_are_separate() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["v_add_f32_e64 v0, v1, v2 mul:2", "v_add_u32_e64 v0, v1, v2 clamp", "v_add_u32_e32 v0, -v1, v2", "v_no_such_thing v0"],
+    [
+        "v_add_f32_e64 v0, v1, v2 mul:2",
+        "v_add_u32_e64 v0, v1, v2 clamp",
+        "v_add_u32_e32 v0, -v1, v2",
+        "v_no_such_thing v0",
+    ],
 )
 def test_modifiers_without_semantics_are_refused(text: str) -> None:
     with pytest.raises(UnsupportedInstructionError):

@@ -102,7 +102,9 @@ def compile_kernel(
     try:
         built = triton.compile(source, target=target, options=options.triton())
     except Exception as error:  # Triton raises MLIR's, Python's and its own exceptions
-        raise BuildError(f"{kernel.__name__} does not compile for {TARGET}", got=error, hint=_constants(constants)) from error
+        raise BuildError(
+            f"{kernel.__name__} does not compile for {TARGET}", got=error, hint=_constants(constants)
+        ) from error
     if built.metadata.num_warps != options.num_warps:
         raise BuildError("a kernel with another workgroup", got=built.metadata.num_warps, expected=options.num_warps)
     return CodeObject.from_bytes(
@@ -144,7 +146,9 @@ def _source(triton: Any, kernel: Any, parameters: Mapping[str, Parameter], const
     missing = [name for name in names if name not in parameters and name not in constants]
     unknown = [name for name in (*parameters, *constants) if name not in names]
     if missing or unknown:
-        raise BuildError(f"parameters of {kernel.__name__}", got={"missing": missing, "unknown": unknown}, expected=names)
+        raise BuildError(
+            f"parameters of {kernel.__name__}", got={"missing": missing, "unknown": unknown}, expected=names
+        )
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     form = GluonASTSource if isinstance(kernel, GluonJITFunction) else triton.compiler.ASTSource

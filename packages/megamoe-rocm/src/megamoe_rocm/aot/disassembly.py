@@ -28,7 +28,7 @@ LINE = re.compile(r"^\t(?P<text>[a-z]\S*(?: [^/]*)?)\s*// (?P<address>[0-9A-F]{1
 # A name with a value: `offset:16`, `op_sel:[0,1]`. What stands before it tells it from a register range like `v[0:3]`.
 MODIFIER = re.compile(r"(?:^|\s)(?P<name>[a-z_]\w*):(?P<value>\[[^\]]*\]|\S+)")
 # Modifiers without a value, which stand after the operands; a bare `lds` is one of a buffer load.
-FLAGS = frozenset("sc0 sc1 nt offen idxen lds clamp row_mirror row_half_mirror gds tfe".split())
+FLAGS = frozenset(["sc0", "sc1", "nt", "offen", "idxen", "lds", "clamp", "row_mirror", "row_half_mirror", "gds", "tfe"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,9 @@ def objdump() -> str:
         version = re.search(r"LLVM version (\d+)", help_text)
         if version is not None and int(version[1]) >= 20 and "amdgcn" in help_text:
             return path
-    raise ToolchainError("no llvm-objdump that knows gfx950", got=found or "none", expected="LLVM 20 or newer", hint=HINT)
+    raise ToolchainError(
+        "no llvm-objdump that knows gfx950", got=found or "none", expected="LLVM 20 or newer", hint=HINT
+    )
 
 
 def disassemble(hsaco: bytes) -> tuple[Instruction, ...]:

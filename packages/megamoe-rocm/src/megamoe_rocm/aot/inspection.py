@@ -1,10 +1,10 @@
 """What a code object's instructions promise: counts, cache scopes, fences, and a check against what was stated.
 
 A release at system scope is `buffer_wbl2 sc0 sc1`, a wait for it, then the flag's write; an acquire is the flag's read,
-a wait for it, then `buffer_inv sc0 sc1`; at agent scope, the device, `sc1` stands alone (LLVM AMDGPUUsage, "Memory Model
-GFX942", which gfx950 shares). Both are looked for in the order in which the instructions lie in the code; a release or
-an acquire that lost its cache operation is found as a flag operation that is neither, so that the counts that a kernel
-states stop matching.
+a wait for it, then `buffer_inv sc0 sc1`; at agent scope, the device, `sc1` stands alone (LLVM AMDGPUUsage, "Memory
+Model GFX942", which gfx950 shares). Both are looked for in the order in which the instructions lie in the code; a
+release or an acquire that lost its cache operation is found as a flag operation that is neither, so that the counts
+that a kernel states stop matching.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ class Fences:
 
 def find_fences(instructions: Sequence[Instruction], at_scope: str = "system") -> Fences:
     """Sort the flag operations at one scope; plain stores count only where a write-back precedes them."""
-    releases, acquires, polls, unfenced = [], [], [], []
+    releases: list[int] = []
+    acquires: list[int] = []
+    polls: list[int] = []
+    unfenced: list[int] = []
     for at, item in enumerate(instructions):
         if not is_vector_memory(item) or scope(item) != at_scope:
             continue

@@ -14,7 +14,18 @@ NUMBERS = {
 }  # fmt: skip
 SIMPLE = {0xC0: None, 0xC2: False, 0xC3: True}
 # First byte -> how its length is stored, for strings, bytes, arrays and maps.
-LENGTHS = {0xD9: ">B", 0xDA: ">H", 0xDB: ">I", 0xC4: ">B", 0xC5: ">H", 0xC6: ">I", 0xDC: ">H", 0xDD: ">I", 0xDE: ">H", 0xDF: ">I"}
+LENGTHS = {
+    0xD9: ">B",
+    0xDA: ">H",
+    0xDB: ">I",
+    0xC4: ">B",
+    0xC5: ">H",
+    0xC6: ">I",
+    0xDC: ">H",
+    0xDD: ">I",
+    0xDE: ">H",
+    0xDF: ">I",
+}
 
 
 def decode(data: bytes) -> Any:

@@ -49,9 +49,7 @@ def occupancy(*, num_vgprs: int, num_sgprs: int, lds_bytes: int, num_warps: int)
     if lds_bytes:
         limits["lds"] = LDS_BYTES_PER_CU // round_up(lds_bytes, LDS_GRANULE)
     workgroups = min(limits.values())
-    return Occupancy(
-        workgroups_per_cu=workgroups, waves_per_simd=workgroups * num_warps / SIMDS_PER_CU, limits=limits
-    )
+    return Occupancy(workgroups_per_cu=workgroups, waves_per_simd=workgroups * num_warps / SIMDS_PER_CU, limits=limits)
 
 
 def _workgroups(waves_per_simd: int, num_warps: int) -> int:

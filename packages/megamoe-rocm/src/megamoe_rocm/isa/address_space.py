@@ -103,7 +103,7 @@ class Lanes:
         num_bytes: per lane.
     """
 
-    __slots__ = ("buffer", "first", "indices", "last", "lanes", "num_bytes", "offsets")
+    __slots__ = ("buffer", "first", "indices", "lanes", "last", "num_bytes", "offsets")
 
     def __init__(self, buffer: Buffer, offsets: Array, lanes: Array | None, num_bytes: int) -> None:
         self.buffer = buffer
@@ -131,7 +131,8 @@ class Lanes:
     def load(self) -> Array:
         """`[lane, word]` uint32; the last word is zero-extended."""
         if self.aligned:
-            return self.buffer.words[self.indices]
+            words: Array = self.buffer.words[self.indices]
+            return words
         raw = np.zeros((len(self.offsets), -(-self.num_bytes // 4) * 4), np.uint8)
         raw[:, : self.num_bytes] = self.buffer.data[self.indices]
         return raw.view(np.uint32)

@@ -161,9 +161,7 @@ class Machine:
     def _workgroup(self, launch: Launch, coordinates: tuple[int, int, int]) -> Workgroup:
         program, resources, descriptor = launch.program, launch.program.code.resources, launch.program.code.descriptor
         lds = LocalMemory(num_bytes=resources.lds_bytes, granule=program.lds_granule, content=self._lds_noise)
-        group = Workgroup(
-            machine=self, program=program, rank=launch.rank, coordinates=coordinates, lds=lds
-        )
+        group = Workgroup(machine=self, program=program, rank=launch.rank, coordinates=coordinates, lds=lds)
         group.starved = self._random.randrange(STARVED_SHARE) == 0
         group.patience = 16 * self._random.choice(PATIENCE)
         scalars = [
@@ -238,7 +236,12 @@ class Machine:
     def _retire(self, launch: Launch) -> None:
         for group in [item for item in launch.resident if all(wave.state == "done" for wave in item.waves)]:
             # The stores of an ended wave become visible at last when the kernel ends, or when they feel like it.
-            if launch.done or not group.outstanding or self._random.randrange(group.patience) == 0 or not self._others(launch, group):
+            if (
+                launch.done
+                or not group.outstanding
+                or self._random.randrange(group.patience) == 0
+                or not self._others(launch, group)
+            ):
                 self._drain(group)
                 launch.resident.remove(group)
         if launch.done:
@@ -257,5 +260,6 @@ class Machine:
             for wave in group.waves
             if wave.state != "done"
         ]
-        return DeadlockError(message, waves=tuple(lines), hint="a flag that is never raised, or a barrier not all reach")
-
+        return DeadlockError(
+            message, waves=tuple(lines), hint="a flag that is never raised, or a barrier not all reach"
+        )

@@ -100,9 +100,7 @@ def sites(program: Program, *, kinds: Iterable[str] = KINDS, sample: int | None 
         seed: of the draw.
     """
     wanted = frozenset(kinds)
-    found = [
-        at for at, item in enumerate(program.instructions) if at >= program.entry and kind_of(item) in wanted
-    ]
+    found = [at for at, item in enumerate(program.instructions) if at >= program.entry and kind_of(item) in wanted]
     if sample is not None and sample < len(found):
         found = sorted(random.Random(seed).sample(found, sample))
     return found

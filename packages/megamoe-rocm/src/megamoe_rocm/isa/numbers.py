@@ -34,7 +34,9 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     return result
 
 
-def float_table(exponent_bits: int, mantissa_bits: int, *, nan_codes: tuple[int, ...] = (), inf: int | None = None) -> Array:
+def float_table(
+    exponent_bits: int, mantissa_bits: int, *, nan_codes: tuple[int, ...] = (), inf: int | None = None
+) -> Array:
     """Values of all codes of a small float format, FP64.
 
     Args:
@@ -82,7 +84,9 @@ def round_to_table(values: Array, table: Array) -> tuple[Array, Array]:
     code = np.where(magnitude <= finite[0], 0, code)
     # As if there were one more value: it is overflow from half a step beyond the largest on.
     step = finite[-1] - finite[-2]
-    overflow = (magnitude > finite[-1] + step / 2) | ((magnitude == finite[-1] + step / 2) & ((len(finite) - 1) % 2 == 1))
+    overflow = (magnitude > finite[-1] + step / 2) | (
+        (magnitude == finite[-1] + step / 2) & ((len(finite) - 1) % 2 == 1)
+    )
     sign = np.signbit(values) * (len(table) // 2)
     return (code + sign).astype(np.uint32), overflow
 

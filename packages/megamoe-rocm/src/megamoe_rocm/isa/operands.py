@@ -6,6 +6,7 @@ Source: AMD CDNA4 ISA, "Scalar ALU operations" and "Vector ALU operations", sect
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -59,8 +60,7 @@ class Operand:
     def bits(self, width: int, *, signed: bool = False) -> int:
         """A constant's bit pattern at a width of 16, 32 or 64."""
         if isinstance(self.value, float):
-            form = {16: np.float16, 32: np.float32, 64: np.float64}[width]
-            return int.from_bytes(form(self.value).tobytes(), "little")
+            return int.from_bytes(struct.pack({16: "<e", 32: "<f", 64: "<d"}[width], self.value), "little")
         # A literal that does not fit a signed 32-bit integer is printed as the pattern that it is.
         value = self.value - (1 << 32) if signed and width == 64 and self.value >= 1 << 31 else self.value
         return value & ((1 << width) - 1)
@@ -113,7 +113,7 @@ def modifier_list(item: Instruction, name: str, default: str) -> tuple[int, ...]
 
 def integer_modifier(item: Instruction, name: str, default: int = 0) -> int:
     """A modifier with one integer value."""
-    return int(item.modifiers.get(name, default), 0) if name in item.modifiers else default
+    return int(item.modifiers[name], 0) if name in item.modifiers else default
 
 
 def registers_of(*operands: Operand) -> int:

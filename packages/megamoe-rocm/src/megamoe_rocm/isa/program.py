@@ -20,7 +20,17 @@ USER_SGPRS = (
     ("private_segment_buffer", 4), ("dispatch_ptr", 2), ("queue_ptr", 2), ("kernarg_segment_ptr", 2),
     ("dispatch_id", 2), ("flat_scratch_init", 2), ("private_segment_size", 1),
 )  # fmt: skip
-SCALARS = {"i1": "u1", "i8": "i1", "u8": "u1", "i16": "i2", "u16": "u2", "i32": "i4", "u32": "u4", "i64": "i8", "u64": "u8"}
+SCALARS = {
+    "i1": "u1",
+    "i8": "i1",
+    "u8": "u1",
+    "i16": "i2",
+    "u16": "u2",
+    "i32": "i4",
+    "u32": "u4",
+    "i64": "i8",
+    "u64": "u8",
+}
 FLOATS = {"fp16": "f2", "fp32": "f4", "fp64": "f8"}
 
 Argument = Buffer | int | float
@@ -78,7 +88,8 @@ class Program:
 
     def without(self, index: int) -> tuple[Program, Callable[[], bool]]:
         """The same program with one instruction doing nothing, and a function that says whether it was ever reached."""
-        steps, touched, reached = list(self.steps), list(self.touched), []
+        steps, touched = list(self.steps), list(self.touched)
+        reached: list[Wave] = []
 
         def nothing(wave: Wave) -> None:
             if not reached:
@@ -87,7 +98,9 @@ class Program:
         steps[index], touched[index] = nothing, 0
         return replace(self, steps=tuple(steps), touched=tuple(touched)), lambda: bool(reached)
 
-    def kernarg(self, arguments: Mapping[str, Argument], grid: tuple[int, int, int]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def kernarg(
+        self, arguments: Mapping[str, Argument], grid: tuple[int, int, int]
+    ) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """The kernarg segment's bytes.
 
         Args:
@@ -99,13 +112,13 @@ class Program:
         """
         names = [item.name for item in self.code.arguments if item.name and not item.kind.startswith("hidden_")]
         if set(names) != set(arguments):
-            raise LaunchArgumentsError(
-                f"arguments of {self.code.name}", got=sorted(arguments), expected=sorted(names)
-            )
+            raise LaunchArgumentsError(f"arguments of {self.code.name}", got=sorted(arguments), expected=sorted(names))
         segment = np.zeros(-(-self.code.descriptor.kernarg_bytes // 16) * 16, np.uint8)
         hidden = _hidden(grid, self.code.resources.num_warps)
         for item in self.code.arguments:
-            value: Argument = hidden.get(item.kind, 0) if item.kind.startswith("hidden_") else arguments.get(item.name, 0)
+            value: Argument = (
+                hidden.get(item.kind, 0) if item.kind.startswith("hidden_") else arguments.get(item.name, 0)
+            )
             raw = _encode(item.name, item.type, item.num_bytes, value)
             segment[item.offset : item.offset + item.num_bytes] = np.frombuffer(raw, np.uint8)
         return segment
@@ -136,11 +149,17 @@ def _hidden(grid: tuple[int, int, int], num_warps: int) -> dict[str, int]:
 def _encode(name: str, kind: str, num_bytes: int, value: Argument) -> bytes:
     if isinstance(value, Buffer):
         if num_bytes != 8:
-            raise LaunchArgumentsError(f"a buffer for the argument {name}", got=value, expected=kind or f"{num_bytes} bytes")
+            raise LaunchArgumentsError(
+                f"a buffer for the argument {name}", got=value, expected=kind or f"{num_bytes} bytes"
+            )
         return value.address.to_bytes(8, "little")
     form = FLOATS.get(kind) or SCALARS.get(kind) or f"u{num_bytes}"
     try:
-        return np.array(value).astype(f"<{form}", casting="same_kind").tobytes() if form[0] == "f" else _integer(value, form)
+        return (
+            np.array(value).astype(f"<{form}", casting="same_kind").tobytes()
+            if form[0] == "f"
+            else _integer(value, form)
+        )
     except (OverflowError, TypeError) as error:
         raise LaunchArgumentsError(f"a value for the argument {name}", got=value, expected=kind) from error
 
@@ -149,4 +168,3 @@ def _integer(value: int | float, form: str) -> bytes:
     if isinstance(value, float):
         raise TypeError("a float for an integer")
     return int(value).to_bytes(int(form[1:]), "little", signed=form[0] == "i")
-

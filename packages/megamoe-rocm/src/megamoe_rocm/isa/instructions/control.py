@@ -35,7 +35,9 @@ CONDITIONS: dict[str, Callable[[Wave], bool]] = {
 HINTS = frozenset(("s_nop", "s_setprio", "s_icache_inv", "s_dcache_inv", "s_dcache_wb", "s_set_gpr_idx_off"))
 # These end the wave's turn, so that whoever spins lets others go on.
 YIELDS = frozenset(("s_sleep", "buffer_inv", "buffer_wbl2"))
-MNEMONICS = frozenset((*CONDITIONS, *HINTS, *YIELDS, "s_waitcnt", "s_barrier", "s_endpgm", "s_trap", "s_setreg_imm32_b32"))
+MNEMONICS = frozenset(
+    (*CONDITIONS, *HINTS, *YIELDS, "s_waitcnt", "s_barrier", "s_endpgm", "s_trap", "s_setreg_imm32_b32")
+)
 
 
 def decode(item: Instruction, positions: dict[int, int]) -> Step:

@@ -21,6 +21,7 @@ from megamoe_rocm.isa.operands import (
     fetch_scalar,
     fetch_vector,
     integer_modifier,
+    modifier_list,
     parse,
     unsupported,
 )
@@ -92,8 +93,8 @@ def dpp_lanes(item: Instruction) -> Array:
     """For each lane, the lane whose source 0 it gets, or -1 outside of what the control covers."""
     row, column = LANE // 16, LANE % 16
     if "quad_perm" in item.modifiers:
-        order = [int(word) for word in item.modifiers["quad_perm"].strip("[]").split(",")]
-        return LANE // 4 * 4 + np.array(order)[LANE % 4]
+        order: Array = np.array(modifier_list(item, "quad_perm", ""))
+        return LANE // 4 * 4 + order[LANE % 4]
     if "row_mirror" in item.modifiers:
         return row * 16 + 15 - column
     if "row_half_mirror" in item.modifiers:

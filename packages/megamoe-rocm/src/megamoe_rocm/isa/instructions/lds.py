@@ -34,12 +34,18 @@ WRITES: dict[str, tuple[int, str]] = {
 }  # fmt: skip
 # mnemonic -> bytes of each of the two, and by how many bytes their offsets count.
 READS2 = {"ds_read2_b32": (4, 4), "ds_read2_b64": (8, 8), "ds_read2st64_b32": (4, 256), "ds_read2st64_b64": (8, 512)}
-WRITES2 = {"ds_write2_b32": (4, 4), "ds_write2_b64": (8, 8), "ds_write2st64_b32": (4, 256), "ds_write2st64_b64": (8, 512)}
+WRITES2 = {
+    "ds_write2_b32": (4, 4),
+    "ds_write2_b64": (8, 8),
+    "ds_write2st64_b32": (4, 256),
+    "ds_write2st64_b64": (8, 512),
+}
 ATOMICS = {
     f"ds_{name}{returning}_{kind}": (operation, f"{kind}", bool(returning))
     for name, operation, kind in (
         ("add", "add", "u32"), ("sub", "sub", "u32"), ("min", "smin", "i32"), ("max", "smax", "i32"),
-        ("min", "umin", "u32"), ("max", "umax", "u32"), ("and", "and", "b32"), ("or", "or", "b32"), ("xor", "xor", "b32"),
+        ("min", "umin", "u32"), ("max", "umax", "u32"),
+        ("and", "and", "b32"), ("or", "or", "b32"), ("xor", "xor", "b32"),
     )
     for returning in ("", "_rtn")
 }  # fmt: skip
@@ -80,14 +86,16 @@ def _offsets2(item: Instruction, unit: int) -> list[int]:
 
 def active_addresses(wave: Wave, register: int, offset: int) -> Array:
     """LDS addresses of the active lanes, int64."""
-    base = wave.v[register] if wave.full else wave.v[register, wave.lanes]
-    return base.astype(np.int64) + offset
+    base: Array = wave.v[register] if wave.full else wave.v[register, wave.lanes]
+    addresses: Array = base.astype(np.int64) + offset
+    return addresses
 
 
 def load(lds: LocalMemory, addresses: Array, num_bytes: int) -> Array:
     """`[lane, word]` uint32; a part of a word is zero-extended."""
     if num_bytes % 4 == 0 and not (np.bitwise_or.reduce(addresses, initial=0) & 3):
-        return lds.words[(addresses >> 2)[:, None] + np.arange(num_bytes // 4)]
+        words: Array = lds.words[(addresses >> 2)[:, None] + np.arange(num_bytes // 4)]
+        return words
     raw = np.zeros((len(addresses), -(-num_bytes // 4) * 4), np.uint8)
     raw[:, :num_bytes] = lds.data[addresses[:, None] + np.arange(num_bytes)]
     return raw.view(U32)
@@ -136,7 +144,12 @@ def _read(item: Instruction, offsets: list[int], num_bytes: int, form: str) -> S
             spans.append(lds.spans(addresses, num_bytes))
             lds.note_read(wave.index, spans[-1])
             put(wave, target.index + at * words, load(lds, addresses, num_bytes), lanes, num_bytes, form)
-        _enqueue(wave, target.registers, lambda: [lds.note_read(wave.index, span) for span in spans] and None)
+
+        def again() -> None:
+            for span in spans:
+                lds.note_read(wave.index, span)
+
+        _enqueue(wave, target.registers, again)
 
     return step
 
@@ -155,7 +168,12 @@ def _write(item: Instruction, offsets: list[int], num_bytes: int, form: str) -> 
             lds.note_write(wave.index, spans[-1])
             values = wave.v[source : source + words] >> shift
             store(lds, addresses, (values if wave.full else values[:, wave.lanes]).T, num_bytes)
-        _enqueue(wave, 0, lambda: [lds.note_write(wave.index, span) for span in spans] and None)
+
+        def again() -> None:
+            for span in spans:
+                lds.note_write(wave.index, span)
+
+        _enqueue(wave, 0, again)
 
     return step
 
@@ -214,7 +232,7 @@ def swizzled_lanes(item: Instruction, pattern: int) -> Array:
     if pattern & 0x8000:
         if pattern & 0x7F00:
             raise unsupported(item, "no semantics for rotating or FFT swizzles")
-        quad = np.array([pattern >> shift & 3 for shift in (0, 2, 4, 6)])
+        quad: Array = np.array([pattern >> shift & 3 for shift in (0, 2, 4, 6)])
         return LANE // 4 * 4 + quad[LANE % 4]
     keep, put_in, flip = pattern & 31, pattern >> 5 & 31, pattern >> 10 & 31
     return LANE // 32 * 32 + (((LANE % 32 & keep) | put_in) ^ flip)

@@ -242,7 +242,7 @@ def _atomic(item: Instruction, form: Form, operation: str, num_bytes: int, unit:
 
 def _wide(rows: Array) -> Array:
     """`[word, lane]` uint32 as one integer a lane; a copy."""
-    wide = rows[0].astype(np.uint64)
+    wide: Array = rows[0].astype(np.uint64)
     return wide | rows[1].astype(np.uint64) << np.uint64(32) if len(rows) == 2 else wide
 
 

@@ -116,7 +116,9 @@ def plain(result: int, sources: str, function: Callable[..., int]) -> ScalarOp:
     return ScalarOp(result, tuple(sources.split()), function)
 
 
-def scc_result(result: int, sources: str, function: Callable[..., tuple[int, bool]], *, reads: bool = False) -> ScalarOp:
+def scc_result(
+    result: int, sources: str, function: Callable[..., tuple[int, bool]], *, reads: bool = False
+) -> ScalarOp:
     """An operation that computes SCC itself."""
     return ScalarOp(result, tuple(sources.split()), function, sets_scc=True, reads_scc=reads)
 

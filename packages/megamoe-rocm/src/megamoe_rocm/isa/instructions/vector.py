@@ -74,6 +74,12 @@ def median(a: Array, b: Array, c: Array) -> Array:
     return np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), minimum(minimum(a, b), c), middle)
 
 
+def integer_median(a: Array, b: Array, c: Array) -> Array:
+    """The middle one."""
+    middle: Array = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
+    return middle
+
+
 def nan_if_any(function: Callable[[Array, Array], Array]) -> Callable[..., Array]:
     """IEEE 754-2019 minimum and maximum of three: NaN if any is."""
 
@@ -96,7 +102,8 @@ def transcendental(function: Callable[[Array], Array]) -> Callable[[Array], Arra
 
 def ldexp32(value: Array, exponent: Array) -> Array:
     """value * 2^exponent, rounded once."""
-    return np.ldexp(value.astype(F64), exponent.clip(-500, 500)).astype(F32)
+    result: Array = np.ldexp(value.astype(F64), exponent.clip(-500, 500)).astype(F32)
+    return result
 
 
 def wide_product(a: Array, b: Array) -> Array:
@@ -160,7 +167,9 @@ def reverse_bits(a: Array) -> Array:
 
 def find_high(a: Array) -> Array:
     """Zeros above the highest set bit; all ones if there is none."""
-    return np.where(a == 0, U32(0xFFFFFFFF), 31 - np.floor(np.log2(np.maximum(a, 1).astype(F64))).astype(I64)).astype(U32)
+    return np.where(a == 0, U32(0xFFFFFFFF), 31 - np.floor(np.log2(np.maximum(a, 1).astype(F64))).astype(I64)).astype(
+        U32
+    )
 
 
 def find_low(a: Array) -> Array:
@@ -274,8 +283,8 @@ TABLE: dict[str, VectorOp] = {
     "v_max3_u32": op("u32", "u32 u32 u32", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     "v_min3_i32": op("i32", "i32 i32 i32", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "v_max3_i32": op("i32", "i32 i32 i32", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
-    "v_med3_i32": op("i32", "i32 i32 i32", lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))),
-    "v_med3_u32": op("u32", "u32 u32 u32", lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))),
+    "v_med3_i32": op("i32", "i32 i32 i32", integer_median),
+    "v_med3_u32": op("u32", "u32 u32 u32", integer_median),
     "v_lshl_add_u64": op("u64", "u64 u32 u64", lambda a, n, b: (a << (n & 7).astype(U64)) + b),
     # 16-bit integers
     "v_add_u16": op("u16", "u16 u16", np.add),
@@ -356,20 +365,32 @@ ORDERED: dict[str, Callable[[Array, Array], Array]] = {
 }  # fmt: skip
 FLOAT_ONLY: dict[str, Callable[[Array, Array], Array]] = {
     "lg": lambda a, b: (a < b) | (a > b), "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "u": lambda a, b: np.isnan(a) | np.isnan(b), "nge": lambda a, b: ~(a >= b), "nlg": lambda a, b: ~((a < b) | (a > b)),
+    "u": lambda a, b: np.isnan(a) | np.isnan(b), "nge": lambda a, b: ~(a >= b),
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
     "ngt": lambda a, b: ~(a > b), "nle": lambda a, b: ~(a <= b), "neq": lambda a, b: a != b,
     "nlt": lambda a, b: ~(a < b), "tru": lambda a, b: np.ones(1, bool),
 }  # fmt: skip
+INTEGER_ONLY: dict[str, Callable[[Array, Array], Array]] = {"ne": np.not_equal}
 COMPARES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {
     f"v_cmp_{name}_{kind}": (kind, function)
     for kind in ("f32", "f16", "i32", "u32", "i64", "u64", "i16", "u16")
-    for name, function in {**ORDERED, **(FLOAT_ONLY if kind[0] == "f" else {"ne": np.not_equal})}.items()
+    for name, function in {**ORDERED, **(FLOAT_ONLY if kind[0] == "f" else INTEGER_ONLY)}.items()
 }
 
 WIDE_MADS = {"v_mad_u64_u32": ("u32", "u64"), "v_mad_i64_i32": ("i32", "i64")}
-SPECIAL = frozenset(("v_cndmask_b32", "v_div_scale_f32", "v_div_fmas_f32", "v_cmp_class_f32", "v_bitop3_b32", "v_pk_mov_b32"))
+SPECIAL = frozenset(
+    ("v_cndmask_b32", "v_div_scale_f32", "v_div_fmas_f32", "v_cmp_class_f32", "v_bitop3_b32", "v_pk_mov_b32")
+)
 MNEMONICS = frozenset(
-    (*TABLE, *PACKED, *CARRIES, *COMPARES, *(name.replace("v_cmp", "v_cmpx") for name in COMPARES), *WIDE_MADS, *SPECIAL)
+    (
+        *TABLE,
+        *PACKED,
+        *CARRIES,
+        *COMPARES,
+        *(name.replace("v_cmp", "v_cmpx") for name in COMPARES),
+        *WIDE_MADS,
+        *SPECIAL,
+    )
 )
 SUFFIXES = ("_e64_dpp", "_e32", "_e64", "_dpp", "_sdwa")
 
@@ -488,7 +509,7 @@ def _half(item: Instruction, operand: Operand, half: int, negate: int) -> Fetch:
 
 
 def _pk_mov(item: Instruction) -> Step:
-    """V_PK_MOV_B32: op_sel[i] picks the half of source i; the low result comes from source 0, the high from source 1."""
+    """V_PK_MOV_B32: op_sel[i] picks the half of source i; source 0 gives the low result, source 1 the high one."""
     allow_modifiers(item, "op_sel", "op_sel_hi")
     target, halves = parse(item.operands[0]).index, modifier_list(item, "op_sel", "[0,0]")
     first, second = (_half(item, parse(text), half, 0) for text, half in zip(item.operands[1:], halves))
@@ -548,9 +569,7 @@ def _wide_mad(item: Instruction, factor: str, addend: str) -> Step:
     return step
 
 
-def _compare(
-    item: Instruction, kind: str, function: Callable[[Array, Array], Array], *, sets_exec: bool
-) -> Step:
+def _compare(item: Instruction, kind: str, function: Callable[[Array, Array], Array], *, sets_exec: bool) -> Step:
     allow_modifiers(item, *lanes.SDWA_MODIFIERS)
     a, b = _sources(item, item.operands[1:], (kind, kind))
     write = _mask_writer(parse(item.operands[0]))
@@ -686,4 +705,3 @@ SPECIAL_DECODERS: dict[str, Callable[[Instruction], Step]] = {
     "v_bitop3_b32": _bitop3,
     "v_pk_mov_b32": _pk_mov,
 }
-
