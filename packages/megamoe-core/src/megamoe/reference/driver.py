@@ -1,8 +1,8 @@
 """Drives the programs of one call to their end, on a few threads.
 
-A thread owns some CTAs of every rank of the session. It steps their programs in turn, one op each; a wait whose flag is
-not there yet is passed over until the next turn. It stays with a rank while anything moves there, so that a rank's
-blocks run in their order and an expert's weights are dequantised once. When nothing moves at all it looks after failed
+Any thread steps any program that no other thread is stepping, one op at a time; a wait whose flag is not there yet is
+passed over until the next turn. A thread stays with a rank while anything moves there, so that a rank's blocks run
+nearly in their order and an expert's weights are dequantised once. When nothing moves at all it looks after failed
 ranks and the time, and sleeps a little.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,9 +35,18 @@ class _Worker:
     since: float = 0.0
     answer: Answer = None
     done: bool = False
+    stepping: threading.Lock = field(default_factory=threading.Lock)
 
     def step(self) -> bool:
-        """Do the program's next op; False if it waits, or has ended."""
+        """Do the program's next op; False if it waits, has ended, or another thread is at it."""
+        if self.done or not self.stepping.acquire(blocking=False):
+            return False
+        try:
+            return self._step()
+        finally:
+            self.stepping.release()
+
+    def _step(self) -> bool:
         if self.waiting is not None:
             if not self.executor.satisfied(self.waiting):
                 return False
@@ -47,8 +56,10 @@ class _Worker:
         except StopIteration:
             self.done = True
             return False
+        self.answer = None
         if isinstance(op, Wait):
-            self.answer, self.waiting, self.since = None, op, time.monotonic()
+            self.since = time.monotonic()
+            self.waiting = op
         else:
             self.answer = self.executor.run(op)
         return True
@@ -80,56 +91,54 @@ class Driver:
         self._epoch = calls[0].epoch
         self._last_step = time.monotonic()
         self._failure: BaseException | None = None
-        self._ranks_of_thread = [
+        self._num_threads = num_threads
+        self._ranks = [
             [
-                [
-                    _Worker(executor=executor, program=program)
-                    for cta in range(thread, executor.shape.num_ctas, num_threads)
-                    for program in cta_program(executor.shape, call, cta).values()
-                ]
-                for executor, call in zip(executors, calls, strict=True)
+                _Worker(executor=executor, program=program)
+                for cta in range(executor.shape.num_ctas)
+                for program in cta_program(executor.shape, call, cta).values()
             ]
-            for thread in range(num_threads)
+            for executor, call in zip(executors, calls, strict=True)
         ]
 
     def run(self) -> None:
         """Return when every program has ended; raise the first error otherwise, after all threads have stopped."""
-        helpers = [threading.Thread(target=self._drive, args=(ranks,)) for ranks in self._ranks_of_thread[1:]]
+        helpers = [threading.Thread(target=self._drive) for _ in range(self._num_threads - 1)]
         with one_thread():
             for helper in helpers:
                 helper.start()
-            self._drive(self._ranks_of_thread[0])
+            self._drive()
             for helper in helpers:
                 helper.join()
         if self._failure is not None:
             raise self._failure
 
-    def _drive(self, ranks: list[list[_Worker]]) -> None:
+    def _drive(self) -> None:
         try:
             torch.set_num_threads(1)
             # As the caller's mode does not reach other threads, and memory may come from inference mode.
             with torch.inference_mode():
-                self._step_all(ranks)
+                self._step_all()
         except BaseException as error:  # an interrupt too: the other threads have to stop
             if self._failure is None:
                 self._failure = error
 
-    def _step_all(self, ranks: list[list[_Worker]]) -> None:
+    def _step_all(self) -> None:
         sleep_s = _FIRST_SLEEP_S
-        while any(ranks) and self._failure is None:
+        while self._failure is None and not all(worker.done for workers in self._ranks for worker in workers):
             moved = False
-            for workers in ranks:
+            for workers in self._ranks:
                 while self._step_rank(workers):
                     moved = True
             if moved:
                 sleep_s = _FIRST_SLEEP_S
-            elif any(ranks):
-                self._look_around(ranks)
+            else:
+                self._look_around()
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
     def _step_rank(self, workers: list[_Worker]) -> bool:
-        """Step each worker of a rank once and drop those that have ended; whether any moved."""
+        """Step each worker of a rank once; whether any moved."""
         if self._failure is not None:
             return False
         moved = False
@@ -137,21 +146,24 @@ class Driver:
             if worker.step():
                 moved = True
                 self._last_step = time.monotonic()
-        workers[:] = [worker for worker in workers if not worker.done]
         return moved
 
-    def _look_around(self, ranks: list[list[_Worker]]) -> None:
+    def _look_around(self) -> None:
         """Raise if a peer has failed, or a wait has run out of time."""
         dead, now = self._dead_peers(), time.monotonic()
-        for workers in ranks:
+        # A rank that this session drives is late only when nothing moves here at all.
+        busy = any(worker.stepping.locked() for workers in self._ranks for worker in workers)
+        since_last_step = 0.0 if busy else now - self._last_step
+        for workers in self._ranks:
             late = [(worker, worker.waiting) for worker in workers if worker.waiting is not None]
             late = [(worker, wait) for worker, wait in late if not worker.executor.satisfied(wait)]
             if late:
                 late[0][0].executor.check_peers(dead)
             for worker, wait in late:
-                # A rank that this session drives is late only when nothing moves here at all.
-                since = max(worker.since, self._last_step) if wait.peer in self._driven else worker.since
-                if now - since > self._timeout_s:
+                waited = now - worker.since
+                if wait.peer in self._driven:
+                    waited = min(waited, since_last_step)
+                if waited > self._timeout_s:
                     raise MegaMoETimeoutError(
                         rank=worker.executor.rank,
                         peer=wait.peer,
