@@ -107,32 +107,63 @@ def check_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor], what: str
             raise AssertionError(f"bits differ {what}: rank {rank}, rows {rows}")
 
 
+FEW = 3  # values that may always differ: in a case of a few rows a single flipped code is more than 1%
+
+
 def _check_a2(rank: int, got: Quantized, expected: Quantized, order: Tensor, bounds: StagedBounds) -> None:
-    steps = code_distance(got.payload.cpu()[order], expected.payload.cpu())
-    if steps.numel() == 0:
-        return
-    most, changed = int(steps.max()), steps.ne(0).double().mean().item()
-    assert most <= bounds.code_steps, f"rank {rank}: an A2 code is {most} steps off; the bound is {bounds.code_steps}"
-    assert changed < bounds.code_fraction, (
-        f"rank {rank}: {changed:.2%} of A2 codes differ; the bound is {bounds.code_fraction:.0%}"
-    )
+    steps = _code_steps(got, expected, order)
+    same_scale = torch.ones_like(steps, dtype=torch.bool)
     if expected.scales is None or got.scales is None:
         assert got.scales is expected.scales, f"rank {rank}: A2 has scales on one side only"
+    else:
+        scales = got.scales.cpu()[order]
+        assert scales.shape == expected.scales.shape, f"rank {rank}: A2 scales are {tuple(scales.shape)}"
+        if scales.dtype == torch.float32:
+            _check_fp32_scales(rank, scales, expected.scales.cpu(), bounds)
+        else:
+            same_scale = _check_e8m0_scales(rank, scales, expected.scales.cpu(), bounds)
+            same_scale = same_scale.repeat_interleave(expected.fmt.block, dim=-1)
+    if steps.numel() == 0:
         return
-    one, other = got.scales.cpu()[order], expected.scales.cpu()
-    assert one.shape == other.shape, f"rank {rank}: A2 scales are {tuple(one.shape)}, expected {tuple(other.shape)}"
-    if one.dtype == torch.float32:
-        distance = ((one - other).abs() / other).max().item()
-        assert distance <= bounds.scale_rel, (
-            f"rank {rank}: an A2 scale is {distance:.2%} off; the bound is {bounds.scale_rel:.2%}"
-        )
-        return
-    scale_steps = (one.int() - other.int()).abs()
-    most, changed = int(scale_steps.max()), scale_steps.ne(0).double().mean().item()
-    assert most <= bounds.scale_steps, f"rank {rank}: an A2 scale is {most} powers of two off"
-    assert changed < bounds.code_fraction, (
-        f"rank {rank}: {changed:.2%} of A2 scales differ; the bound is {bounds.code_fraction:.0%}"
-    )
+    most = int((steps * ~same_scale).max())
+    assert most <= bounds.code_steps, f"rank {rank}: an A2 code under another scale is {most} steps off"
+    most, changed = int((steps * same_scale).max()), int((steps.ne(0) & same_scale).sum())
+    assert most <= 1, f"rank {rank}: an A2 code is {most} steps off"
+    limit = max(bounds.code_fraction * steps.numel(), FEW)
+    assert changed <= limit, f"rank {rank}: {changed} of {steps.numel()} A2 codes differ; the bound is {limit:.0f}"
+
+
+def _code_steps(got: Quantized, expected: Quantized, order: Tensor) -> Tensor:
+    """Steps between codes, `[rows, I]`; 0 where a value near zero moved by less than a 512th of its row's largest.
+
+    GEMM1's error is absolute, and the codes of values near zero lie closer together than that.
+    """
+    ours = Quantized(
+        payload=got.payload.cpu()[order],
+        scales=None if got.scales is None else got.scales.cpu()[order],
+        fmt=got.fmt,
+    ).dequantize()
+    theirs = expected.dequantize().cpu()
+    steps = code_distance(got.payload.cpu()[order], expected.payload.cpu())
+    largest = theirs.abs().amax(-1, keepdim=True)
+    unimportant = (theirs.abs() < largest / 64) & ((ours - theirs).abs() <= largest / 512)
+    return steps.masked_fill(unimportant, 0)
+
+
+def _check_fp32_scales(rank: int, got: Tensor, expected: Tensor, bounds: StagedBounds) -> None:
+    distance = ((got - expected).abs() / expected).amax().item() if expected.numel() else 0.0
+    assert distance <= bounds.scale_rel, f"rank {rank}: an A2 scale is {distance:.2%} off; bound {bounds.scale_rel:.2%}"
+
+
+def _check_e8m0_scales(rank: int, got: Tensor, expected: Tensor, bounds: StagedBounds) -> Tensor:
+    """Returns which scales are equal."""
+    steps = (got.int() - expected.int()).abs()
+    if steps.numel():
+        most, changed = int(steps.max()), int(steps.ne(0).sum())
+        assert most <= bounds.scale_steps, f"rank {rank}: an A2 scale is {most} powers of two off"
+        limit = max(bounds.code_fraction * steps.numel(), FEW)
+        assert changed <= limit, f"rank {rank}: {changed} of {steps.numel()} A2 scales differ; the bound is {limit:.0f}"
+    return steps.eq(0)
 
 
 def _matching_rows(rank: int, got: StageTaps, expected: StageTaps) -> Tensor:
