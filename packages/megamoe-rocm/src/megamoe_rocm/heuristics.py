@@ -1,4 +1,4 @@
-"""Which tiles a call uses: a pure function of capacity and tokens, over the table of tuning/gfx950.json."""
+"""Which tiles a session has and which of them a call uses: pure functions of plain numbers, over tuning/gfx950.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from megamoe.backend import KernelConfig
 from megamoe.errors import ConfigError
+from megamoe.problem import MoEProblem
+from megamoe.schedule.waves import Ring
+from megamoe_rocm.kernels.workspace import ring_of
 
 SCALE_BLOCK_COLUMNS = 256  # columns of K that one dword of shuffled scales covers; the depth of a main loop's step
 GATE_UP_COLUMNS = 64  # columns of w13 that hold 32 whole channels in the order BLOCKS_16
@@ -73,9 +77,12 @@ class TileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A tile, and the calls that it is for: up to `max_tokens` tokens on the rank, in a session of that capacity or more.
+    """A tile, and the calls that it is for.
 
-    None is no limit.
+    Attributes:
+        max_tokens: tokens of the rank, at most; None is no limit.
+        min_capacity: num_max_tokens_per_rank of the session, at least.
+        tile: the tile.
     """
 
     max_tokens: int | None
@@ -108,19 +115,67 @@ def tile_for(*, num_max_tokens_per_rank: int, num_tokens: int) -> TileConfig:
 
 def tiles_of(num_max_tokens_per_rank: int) -> tuple[TileConfig, ...]:
     """The tiles that calls of a session of this capacity can use, smallest token counts first."""
-    limits = [bucket.max_tokens for bucket in buckets() if bucket.max_tokens is not None]
-    counts = [limit for limit in limits if limit < num_max_tokens_per_rank] + [num_max_tokens_per_rank]
-    tiles = [tile_for(num_max_tokens_per_rank=num_max_tokens_per_rank, num_tokens=count) for count in sorted(counts)]
+    counts = largest_counts(num_max_tokens_per_rank)
+    tiles = [tile_for(num_max_tokens_per_rank=num_max_tokens_per_rank, num_tokens=count) for count in counts]
     return tuple(dict.fromkeys(tiles))
 
 
-def tile_named(name: str) -> TileConfig:
-    """The tile called `name`.
+def largest_counts(num_max_tokens_per_rank: int) -> tuple[int, ...]:
+    """The largest token count of each bucket that calls of a session of this capacity can fall into."""
+    limits = [bucket.max_tokens for bucket in buckets() if bucket.max_tokens is not None]
+    return (*sorted(limit for limit in limits if limit < num_max_tokens_per_rank), num_max_tokens_per_rank)
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig(KernelConfig):
+    """The tiles of a session, each with its ring of blocks.
+
+    Attributes:
+        name: "auto", which picks a tile per call, or the name of the one tile that is pinned.
+        tiles: the tiles.
+        rings: the ring of each; all share one piece of memory.
+    """
+
+    tiles: tuple[TileConfig, ...]
+    rings: tuple[Ring, ...]
+
+    def pick(self, problem: MoEProblem, num_tokens: int) -> tuple[TileConfig, Ring]:
+        """Tile and ring of a call with `num_tokens` tokens."""
+        tile = self.tiles[0]
+        if self.name == AUTO:
+            tile = tile_for(num_max_tokens_per_rank=problem.num_max_tokens_per_rank, num_tokens=num_tokens)
+        return tile, self.rings[self.tiles.index(tile)]
+
+    def token_counts(self, problem: MoEProblem) -> tuple[int, ...]:
+        """Token counts that between them use every tile."""
+        capacity = problem.num_max_tokens_per_rank
+        return largest_counts(capacity) if self.name == AUTO else (capacity,)
+
+
+def config_names() -> tuple[str, ...]:
+    """Names that `session_config` takes, the default first."""
+    return (AUTO, *dict.fromkeys(bucket.tile.name for bucket in buckets()))
+
+
+def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
+    """The configuration called `name`; None is "auto".
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none of that name.
     """
-    tiles = {bucket.tile.name: bucket.tile for bucket in buckets()}
-    if name not in tiles:
-        raise ConfigError("no tile of gfx950 has this name", got=repr(name), expected=" or ".join(tiles))
-    return tiles[name]
+    name = name or AUTO
+    if name not in config_names():
+        raise ConfigError("no such configuration of backend rocm", got=repr(name), expected=" or ".join(config_names()))
+    if name == AUTO:
+        tiles = tiles_of(problem.num_max_tokens_per_rank)
+    else:
+        tiles = tuple(bucket.tile for bucket in buckets() if bucket.tile.name == name)[:1]
+    return config_of(problem, name, tiles)
+
+
+def config_of(problem: MoEProblem, name: str, tiles: tuple[TileConfig, ...]) -> SessionConfig:
+    """A session's configuration of these tiles."""
+    return SessionConfig(name=name, tiles=tiles, rings=tuple(ring_of(problem, tile.block_m) for tile in tiles))

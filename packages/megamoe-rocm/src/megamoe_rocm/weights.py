@@ -1,16 +1,16 @@
 """Experts in the order in which gfx950's MFMA reads them.
 
-    w13  gate/up in 16-row blocks, preshuffled 16x16; scales in operand order
-    w2   preshuffled 16x16; scales in operand order
+w13  gate/up in 16-row blocks, preshuffled 16x16; scales in operand order
+w2   preshuffled 16x16; scales in operand order
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megamoe.formats import e8m0
 from megamoe.layouts import ALTERNATING, BLOCKS_16, PACKED, PRESHUFFLE_16X16, SCALE_SHUFFLE, Composed, Layout
 from megamoe.problem import MoEProblem, QuantMode
-from megamoe.formats import e8m0
 from megamoe.tensors import GateUpLayout, Mxfp4Weights, PreparedWeights
 
 BACKEND = "rocm"

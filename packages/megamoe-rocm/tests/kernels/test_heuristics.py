@@ -39,13 +39,13 @@ def test_a_pinned_tile() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(block_m=16),
-        dict(block_m=96),
-        dict(gemm2_block_m=128),
-        dict(gemm1_block_n=32),
-        dict(pull_rows=64),
-        dict(units_per_ticket=0),
-        dict(weight_cache=".nt"),
+        {"block_m": 16},
+        {"block_m": 96},
+        {"gemm2_block_m": 128},
+        {"gemm1_block_n": 32},
+        {"pull_rows": 64},
+        {"units_per_ticket": 0},
+        {"weight_cache": ".nt"},
     ],
     ids=str,
 )

@@ -9,7 +9,16 @@ from dataclasses import replace
 import pytest
 
 from megamoe.schedule.model_check import Fault, Problem, Routing, Scenario, WorkerId, explore, walk
-from megamoe.schedule.protocol import COUNTS_PUBLISHED, RANK_FINISHED, ROWS_ARRIVED, Call, Op, ProtocolShape, Raise, Wait
+from megamoe.schedule.protocol import (
+    COUNTS_PUBLISHED,
+    RANK_FINISHED,
+    ROWS_ARRIVED,
+    Call,
+    Op,
+    ProtocolShape,
+    Raise,
+    Wait,
+)
 from megamoe.schedule.tiles import max_pool_blocks
 from megamoe_rocm.kernels.program import LAUNCH_BOUNDARY, MAX_LAUNCHES, StagedProgram, Takers
 
@@ -20,7 +29,7 @@ STRANGE_IDS: Routing = (((4, 0), (67, -2), (-1, 3)), ((3, 99),))
 
 
 def make_shape(*, ring: int, num_ctas: int = 2, ep_size: int = 2, rows_per_pull: int = 1) -> ProtocolShape:
-    sizes = dict(ep_size=ep_size, num_max_tokens_per_rank=3, top_k=2, num_local_experts=2, block_m=2)
+    sizes = {"ep_size": ep_size, "num_max_tokens_per_rank": 3, "top_k": 2, "num_local_experts": 2, "block_m": 2}
     max_blocks = max_pool_blocks(**sizes)
     return ProtocolShape(
         **sizes,

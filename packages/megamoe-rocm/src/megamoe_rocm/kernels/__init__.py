@@ -9,9 +9,9 @@ One call of a rank is six launches on one stream; a launch boundary orders every
     stage 2   gemm2_p2p.py             GEMM2, router weight, rows straight to their home rank: persistent, by tickets
     combine   combine.py               wait for every rank; FP32 sum in slot order
 
-Stages 1 and 2 are repeated where the pool holds fewer blocks than the fullest call fills. program.py states the protocol
-in the terms of megamoe.schedule, and a test has the model checker prove it.
+Stages 1 and 2 are repeated where the pool holds fewer blocks than the fullest call fills. program.py states the
+protocol in the terms of megamoe.schedule, and a test has the model checker prove it.
 
 Sizes are run-time arguments; tile shapes, formats and cache policies are compile-time constants. The files without
-`jit` functions (program.py, arguments.py, launch.py) are ordinary host code.
+`jit` functions (program.py, workspace.py, launch.py) are ordinary host code.
 """

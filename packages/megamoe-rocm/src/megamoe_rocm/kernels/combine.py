@@ -1,15 +1,15 @@
 """Phase `combine`: wait for every rank, decode, and sum each token's rows in FP32 in the order of its slots."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from megamoe_rocm.kernels.flags import arrive, call_epoch, wait_for
+from megamoe_rocm.kernels.flags import STATUS_WORDS, arrive, call_epoch, wait_for
 from megamoe_rocm.kernels.numerics import bf16_bits, bf16_to_float, decode_e4m3, scale_value
 
-COMBINE = tl.constexpr(6)  # place in arguments.PHASES
+COMBINE = tl.constexpr(6)  # place in launch.PHASES
 
 
 @triton.jit
@@ -21,6 +21,7 @@ def combine_rows(
     launch_counters,
     epoch,
     status,
+    report,
     device_num_tokens,
     rank,
     ep_size,
@@ -38,15 +39,17 @@ def combine_rows(
     COLUMNS: tl.constexpr,
     WAVES: tl.constexpr,
 ):
-    """`out[t] = bf16(((0 + row of slot 0) + row of slot 1) + ...)`; program (i, j) takes `ROWS` tokens, `COLUMNS` columns.
+    """`out[t] = bf16(((0 + row of slot 0) + row of slot 1) + ...)`; a program takes `ROWS` tokens, `COLUMNS` columns.
 
     Slots without an expert add exactly 0, whatever their bytes are. Rows of `out` from `device_num_tokens` on get
-    zeros. After a time-out all rows get NaN. The last program to arrive ends the call: it advances `epoch`.
+    zeros. After a time-out all rows get NaN. The last program to arrive ends the call: it advances `epoch`, and tells
+    the host of a time-out.
 
     Args:
         out: `[num_rows, H]` BF16, contiguous.
         combine: `[top_k, capacity, combine_row_bytes]` of this rank.
         rank_finished: `[ep_size]` flags.
+        report: `[STATUS_WORDS]` int32 that the host can read; receives `status` after a time-out.
     """
     call = call_epoch(epoch)
     for step in range(ep_size):
@@ -77,3 +80,6 @@ def combine_rows(
     before = arrive(launch_counters + (call & 1) * launch_words + join, 1, WAVES, "gpu")
     if before == WAVES * tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(epoch, call)
+        if tl.load(status, volatile=True) != 0:
+            word = tl.arange(0, STATUS_WORDS)
+            tl.store(report + word, tl.load(status + word, volatile=True))

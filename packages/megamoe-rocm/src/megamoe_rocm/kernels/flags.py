@@ -8,13 +8,14 @@ a single word is to be stored, the waves arrive somewhere first.
 A poll is an atomic addition of 0: an acquire at system scope with every Triton version from 3.6.0 on.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Words of the `status` array: whether a wait has timed out, then what it waited for (arguments.TimeoutRecord).
+# Words of the `status` array: whether a wait has timed out, then rank, peer, phase, epoch, index, and the values that
+# were found and waited for.
 STATUS_WORDS = tl.constexpr(8)
 
 
@@ -42,7 +43,7 @@ def wait_for(flag, target, polls, status, rank, peer, phase, epoch, index, SCOPE
     while (reached(value, target) == 0) & (left > 0):
         value = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
         left -= 1
-    if reached(value, target) == 0:
+    if reached(value, target) == 0:  # noqa: SIM102  # joined by `and`, the exchange would always be made
         if tl.atomic_cas(status, 0, 1, sem="relaxed", scope="gpu") == 0:
             tl.store(status + 1, rank)
             tl.store(status + 2, peer)

@@ -1,10 +1,10 @@
-"""Stage 1, persistent: rows are pulled into the pool; GEMM1, SwiGLU and requantisation of each tile as its rows are there.
+"""Stage 1, persistent: pulls rows into the pool; GEMM1, SwiGLU and requantisation of a tile once its rows are there.
 
 Units are chunks of rows to pull and tiles of GEMM1, in one order: the tiles of a block come `lead_blocks` blocks after
 its chunks, so that pulls run ahead of the multiplication by that much.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
@@ -17,7 +17,7 @@ from megamoe_rocm.kernels.main_loop import multiply
 from megamoe_rocm.kernels.numerics import quantize_blocks
 from megamoe_rocm.kernels.units import lagging_unit, take_ticket
 
-DISPATCH = tl.constexpr(2)  # places in arguments.PHASES
+DISPATCH = tl.constexpr(2)  # places in launch.PHASES
 GEMM1 = tl.constexpr(3)
 
 

@@ -6,7 +6,7 @@ replayed. Whoever runs it does so in order, on one stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,7 @@ class CallTensors:
         weights: tensors of `weights.prepare`.
         out: `[T, H]` BF16, contiguous.
         num_tokens: int32 scalar on the device; rows from there on are padding.
+        report: int32 `[STATUS_WORDS]` that the host can read; receives what a wait that timed out waited for.
         gate_up_tap: `[ring rows, 2I]` FP32 to keep GEMM1's accumulators in, or None.
     """
 
@@ -83,6 +84,7 @@ class CallTensors:
     weights: Mapping[str, Tensor]
     out: Tensor
     num_tokens: Tensor
+    report: Tensor
     gate_up_tap: Tensor | None = None
 
 
@@ -112,17 +114,16 @@ class RankCall:
     num_programs: int
     polls: int
 
-    def launches(self, call: CallTensors) -> Iterator[Launch]:
-        """The launches of one call, in order."""
-        yield from self.stage(call)
-        yield self.count(call)
-        yield self.push(call)
-        yield self.plan()
+    def phases(self, call: CallTensors) -> Iterator[list[Launch]]:
+        """The launches of one call, in order. Ranks on one stream take turns, phase by phase."""
+        yield [*self.stage(call), self.count(call)]
+        yield [self.push(call)]
+        yield [self.plan()]
         rounds = num_rounds(self.ring)
         for index in range(rounds):
-            yield self.stage1(call, index)
-            yield self.stage2(call, index, is_last=index == rounds - 1)
-        yield self.combine(call)
+            yield [self.stage1(call, index)]
+            yield [self.stage2(call, index, is_last=index == rounds - 1)]
+        yield [self.combine(call)]
 
     # -- the launches -------------------------------------------------------------------------------------------
 
@@ -351,6 +352,7 @@ class RankCall:
                 "topk_ids": call.topk_ids,
                 "combine": self.memory.bytes("combine"),
                 **self._words("rank_finished", "launch_counters", "epoch", "status"),
+                "report": call.report,
                 "device_num_tokens": call.num_tokens,
                 "rank": self.rank,
                 "ep_size": problem.ep_size,

@@ -5,7 +5,7 @@ a change of shape that the compiler turns into the operands' layout. The order o
 shape: steps of BLOCK_K along K, each accumulated in FP32.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton

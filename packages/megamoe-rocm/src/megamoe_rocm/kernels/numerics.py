@@ -4,7 +4,7 @@ Conversions are done on the bits, so they are the same on every target and in Tr
 ties upwards (FP8, BF16) and flush BF16's subnormals.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
@@ -65,7 +65,9 @@ def scale_reciprocal(byte):
 
 
 @triton.jit
-def round_magnitude(magnitude, SHIFT: tl.constexpr, BIAS: tl.constexpr, FIRST_NORMAL: tl.constexpr, ADDEND: tl.constexpr):
+def round_magnitude(
+    magnitude, SHIFT: tl.constexpr, BIAS: tl.constexpr, FIRST_NORMAL: tl.constexpr, ADDEND: tl.constexpr
+):
     """Code without sign of FP32 magnitudes that the element can hold: nearest, ties to even.
 
     Args:

@@ -4,7 +4,7 @@ The device's form of `megamoe.schedule.tiles.plan_blocks`: experts in order, an 
 this rank's own first, in blocks of at most BLOCK_M rows of one expert.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 from megamoe_rocm.kernels.flags import call_epoch, wait_for
 
 BLOCK_WORDS = tl.constexpr(4)  # of a row of the block table: local expert, first row within it, rows, unused
-DISPATCH = tl.constexpr(2)  # place of Phase.DISPATCH in arguments.PHASES
+DISPATCH = tl.constexpr(2)  # place of Phase.DISPATCH in launch.PHASES
 
 
 @triton.jit

@@ -4,7 +4,7 @@ Two launches, because a pick's place among an owner's entries follows from the c
 place among those of its expert is the order in which it was counted; that order never changes a result.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
@@ -134,7 +134,9 @@ def push_entries(
     num_experts = ep_size * num_local_experts
     totals = route_totals + (call & 1) * num_experts
     pick, expert, is_expert, _ = load_picks(topk_ids, device_num_tokens, num_rows, top_k, num_experts, TILE)
-    place = tl.load(pick_places + pick, mask=is_expert, other=0) + tl.load(route_bases + expert, mask=is_expert, other=0)
+    place = tl.load(pick_places + pick, mask=is_expert, other=0) + tl.load(
+        route_bases + expert, mask=is_expert, other=0
+    )
     weight = tl.load(topk_weights + pick, mask=is_expert, other=0.0).to(tl.int32, bitcast=True)
     entry = (weight.to(tl.int64) << 32) | pick.to(tl.int64)
     address = peer_address(peers, expert // num_local_experts, entries_offset)

@@ -36,8 +36,14 @@ class LaunchCounter(IntEnum):
     COMBINED = 3
 
 
+MAX_POOL_ROWS = 1 << 18
+"""Rows that the pool holds at most, 1.4 GB with the rows of H=7168, I=3072 in a4w4. A capacity whose fullest call (all
+picks of all ranks on one owner) fills more has its stages launched several times a call; rounds without blocks are
+launches that end at once."""
+
+
 def ring_of(problem: MoEProblem, block_m: int, pool_blocks: int | None = None) -> Ring:
-    """Blocks that the pool holds at a time; None for all that the fullest call fills.
+    """Blocks that the pool holds at a time; None for all that the fullest call fills, up to `MAX_POOL_ROWS`.
 
     Stages 1 and 2 run once per ring full of blocks, one after the other, so a ring may hold any number of blocks.
     """
@@ -48,7 +54,7 @@ def ring_of(problem: MoEProblem, block_m: int, pool_blocks: int | None = None) -
         num_local_experts=problem.num_local_experts,
         block_m=block_m,
     )
-    ring_blocks = max_blocks if pool_blocks is None else min(pool_blocks, max_blocks)
+    ring_blocks = min(pool_blocks or MAX_POOL_ROWS // block_m, max_blocks)
     return Ring(block_m=block_m, lag_blocks=0, ring_blocks=ring_blocks, max_blocks=max_blocks)
 
 
@@ -94,9 +100,7 @@ def kernel_workspace(problem: MoEProblem, rings: Sequence[Ring]) -> WorkspaceLay
     }
     for name, (dims, row_bytes) in own.items():
         offset = round_up(layout.num_bytes, ARRAY_ALIGNMENT)
-        array = Array(
-            name=name, section=Section.LOCAL, region=None, dims=dims, row_bytes=row_bytes, offset=offset
-        )
+        array = Array(name=name, section=Section.LOCAL, region=None, dims=dims, row_bytes=row_bytes, offset=offset)
         layout = replace(layout, arrays=(*layout.arrays, array))
     return layout
 

@@ -10,7 +10,8 @@ from harness import FILL, SMALL, Inputs, Layer, as_format, problem, random_input
 from torch import Tensor
 
 from megamoe.formats import activation_format
-from megamoe.layouts import SCALE_SHUFFLE
+from megamoe.layouts import BLOCKS_16, SCALE_SHUFFLE
+from megamoe_rocm import weights as kernel_weights
 
 MODES = [("a4w4", "bf16"), ("a4w4", "fp8_blockwise_1x32"), ("a8w4", "bf16"), ("a8w4", "fp8_blockwise_1x32")]
 BOUND = 1e-2  # of y, as docs/numerics.md starts from: A2 codes may flip where exp() differs in its last bit
@@ -31,9 +32,9 @@ def test_three_calls_in_a_row(quant: str, transport: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(swiglu_limit=0.5),
-        dict(activation="swiglu_oai", swiglu_limit=0.7, expert_bias=True),
-        dict(expert_bias=True, quant="a8w4", transport="fp8_blockwise_1x32"),
+        {"swiglu_limit": 0.5},
+        {"activation": "swiglu_oai", "swiglu_limit": 0.7, "expert_bias": True},
+        {"expert_bias": True, "quant": "a8w4", "transport": "fp8_blockwise_1x32"},
     ],
     ids=["limit", "oai+bias", "bias+fp8"],
 )
@@ -75,8 +76,6 @@ def test_stages_one_by_one(quant: str) -> None:
         rows, meta = rows[order], meta[order]
         assert torch.equal(meta[:, 0], expected.src_rank)
         assert torch.equal(meta[:, 1], expected.src_pick)
-        from megamoe.layouts import BLOCKS_16
-
         gate_up = BLOCKS_16.invert(taps[rank][rows].unsqueeze(0).transpose(1, 2)).transpose(1, 2)[0]
         assert expected.gate_up is not None
         assert rel_l2(gate_up, expected.gate_up) < 1e-6
@@ -189,6 +188,7 @@ def test_a_rank_that_does_not_come_ends_in_a_named_timeout_and_nan() -> None:
     happened, rank, peer, phase, epoch, index, _, target = layer.memory[0].words("status").tolist()
     assert (happened, rank, peer, phase, epoch, index, target) == (1, 0, 1, 2, -1, 1, -1)
     assert outs[0].isnan().all()
+    assert layer.reports[0].tolist() == layer.memory[0].words("status").tolist()
     assert layer.memory[1].words("rank_finished")[0].item() == -2  # nobody is told that rank 0 has finished
 
 
@@ -202,8 +202,6 @@ def test_a_mixed_up_gate_and_a_misplaced_router_weight_would_be_seen() -> None:
     for name in ("w13_weight", "w13_weight_scale"):
         weights = getattr(layer.weights[0], name)
         other = replace(layer.weights[0], **{name: weights.roll(inter, 1)})
-        from megamoe_rocm import weights as kernel_weights
-
         swapped[name] = kernel_weights.prepare(other, layer.problem).tensors[name]
     layer.prepared[0] = swapped
     assert rel_l2(layer.forward(inputs)[0], expected) > 10 * BOUND

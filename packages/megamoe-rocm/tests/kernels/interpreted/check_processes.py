@@ -33,9 +33,11 @@ def run_rank(rank: int, workspaces: list[Tensor], outs: list[list[Tensor]]) -> N
             weights=layer.prepared[rank],
             out=outs[call][rank],
             num_tokens=torch.tensor([NO_LIMIT], dtype=torch.int32),
+            report=layer.reports[rank],
         )
-        for launch in layer.rank_call(rank).launches(tensors):
-            launch.run()
+        for phase in layer.rank_call(rank).phases(tensors):
+            for launch in phase:
+                launch.run()
 
 
 def test_two_processes() -> None:

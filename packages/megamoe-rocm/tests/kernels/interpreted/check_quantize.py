@@ -81,7 +81,9 @@ def test_scales_are_rounded_up(fp4: bool) -> None:
     amax = every_exponent().abs()
     blocks = torch.zeros(len(amax), 32)
     blocks[:, 0] = amax
-    assert torch.equal(mapped(amax, "scale_fp4" if fp4 else "scale_fp8"), FORMATS[fp4].quantize(blocks).scales[:, 0].int())
+    assert torch.equal(
+        mapped(amax, "scale_fp4" if fp4 else "scale_fp8"), FORMATS[fp4].quantize(blocks).scales[:, 0].int()
+    )
 
 
 def test_decoding() -> None:

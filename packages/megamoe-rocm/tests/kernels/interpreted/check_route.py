@@ -9,7 +9,7 @@ from harness import Layer, problem, random_inputs, run_in_turn
 from megamoe.schedule.tiles import plan_blocks
 from megamoe.stages.route import route
 
-WIDE = dict(hidden_size=256, intermediate_size=256)
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
 
 
 def routed(layer: Layer, inputs, num_tokens=None) -> None:

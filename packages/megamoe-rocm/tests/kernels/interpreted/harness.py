@@ -41,15 +41,15 @@ FILL = 0xAB  # memory that nobody has written
 
 def problem(**changes: Any) -> MoEProblem:
     """Two ranks, four experts, two steps along K in GEMM1."""
-    fields: dict[str, Any] = dict(
-        hidden_size=512,
-        intermediate_size=256,
-        num_experts=4,
-        top_k=2,
-        num_max_tokens_per_rank=24,
-        ep_size=2,
-        quant="a4w4",
-    )
+    fields: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 256,
+        "num_experts": 4,
+        "top_k": 2,
+        "num_max_tokens_per_rank": 24,
+        "ep_size": 2,
+        "quant": "a4w4",
+    }
     return MoEProblem(**{**fields, **changes})
 
 
@@ -85,10 +85,12 @@ class Layer:
     prepared: list[Mapping[str, Tensor]] = field(init=False)
     memory: list[RankMemory] = field(init=False)
     ring: Ring = field(init=False)
+    reports: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.weights = [random_weights(self.problem, rank) for rank in range(self.problem.ep_size)]
         self.prepared = [kernel_weights.prepare(weights, self.problem).tensors for weights in self.weights]
+        self.reports = torch.zeros(self.problem.ep_size, 8, dtype=torch.int32)
         self.ring = ring_of(self.problem, self.tile.block_m, self.pool_blocks)
         layout = kernel_workspace(self.problem, (self.ring,))
         self.memory = [
@@ -111,7 +113,9 @@ class Layer:
             polls=self.polls,
         )
 
-    def launches(self, inputs: Inputs, num_tokens: Sequence[int] | None = None) -> tuple[list[Tensor], list[list[Launch]]]:
+    def launches(
+        self, inputs: Inputs, num_tokens: Sequence[int] | None = None
+    ) -> tuple[list[Tensor], list[list[Launch]]]:
         """Outputs of all ranks, and each rank's launches."""
         outs, lists = [], []
         for rank, ids in enumerate(inputs.topk_ids):
@@ -126,8 +130,9 @@ class Layer:
                 weights=self.prepared[rank],
                 out=outs[rank],
                 num_tokens=torch.tensor([limit], dtype=torch.int32),
+                report=self.reports[rank],
             )
-            lists.append(list(self.rank_call(rank).launches(tensors)))
+            lists.append([launch for phase in self.rank_call(rank).phases(tensors) for launch in phase])
         return outs, lists
 
     def forward(self, inputs: Inputs, num_tokens: Sequence[int] | None = None) -> list[Tensor]:
@@ -145,8 +150,6 @@ class Layer:
 
 def run_in_turn(lists: list[list[Launch]], until: str | None = None) -> None:
     """Run the ranks' launches phase by phase, up to and including kernel `until`."""
-    by_kernel = [{launch.kernel.__name__ for launch in launches} for launches in lists]
-    assert by_kernel
     queues = [list(launches) for launches in lists]
     for name in ("quantize_input", "copy_input", "count_picks", "push_entries", "plan_blocks"):
         _run_named(queues, name)
@@ -178,7 +181,8 @@ def random_weights(problem: MoEProblem, rank: int) -> ExpertWeights:
 
     w13 = MXFP4.quantize(randn(experts, 2 * inter, hidden) * hidden**-0.5 * 2)
     w2 = MXFP4.quantize(randn(experts, hidden, inter) * inter**-0.5)
-    assert w13.scales is not None and w2.scales is not None
+    assert w13.scales is not None
+    assert w2.scales is not None
     return make_weights(
         problem,
         (w13.payload, w13.scales),

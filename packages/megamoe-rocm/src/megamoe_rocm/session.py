@@ -1,0 +1,473 @@
+"""One plan, opened: the workspace and the calls, through Triton's own launcher.
+
+A call is a fixed sequence of launches on the caller's stream (kernels/launch.py): no synchronisation with the host, and
+after `warmup` no compilation. What changes from call to call is read from device memory, the epoch and `num_tokens`
+among it, so a captured call can be replayed.
+
+With virtual ranks all ranks' launches are on one stream, phase by phase: what a wait waits for came earlier.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megamoe import env
+from megamoe.backend import HiddenStates, Plan, Session, SessionStats, VirtualRanks, check_call
+from megamoe.errors import ConfigError, InputError, MegaMoETimeoutError, ProtocolError, SessionError
+from megamoe.formats import Quantized, activation_format
+from megamoe.symm import Group
+from megamoe.tensors import ExpertWeights, Mxfp4Weights, PreparedWeights
+from megamoe_rocm import weights as kernel_weights
+from megamoe_rocm.heuristics import SessionConfig
+from megamoe_rocm.kernels.launch import PHASES, CallTensors, Launch, RankCall
+from megamoe_rocm.kernels.workspace import STATUS_WORDS, RankMemory, kernel_workspace
+from megamoe_rocm.taps import read_taps
+
+logger = logging.getLogger("megamoe.rocm")
+
+INPUT_ALIGNMENT = 16  # bytes; what the kernels are compiled for
+NO_LIMIT = 2**31 - 1  # num_tokens where the caller gives none
+POLL_S = {"cuda": 1e-6, "cpu": 2e-5}
+"""Seconds that a poll takes at least, by device type: an atomic in device memory (assumed, not measured), or a turn of Triton's interpreter. A wait counts polls, so a time-out comes about when asked for, or later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Workspaces of all ranks, as this device addresses them.
+
+    Args:
+        ranks: uint8 of every rank, in rank order.
+        release: gives them back; collective where the provider's is.
+    """
+
+    ranks: tuple[Tensor, ...]
+    release: Callable[[], None]
+
+
+class RocmSession(Session):
+    """See `megamoe.backend.Session`."""
+
+    weight_layout: ClassVar[str] = kernel_weights.LAYOUT
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        group: Group | None,
+        virtual: bool,
+        device: torch.device,
+        timeout_s: float,
+        allocate: Callable[[int], Memory],
+    ) -> None:
+        """Local; `start` makes the session ready for calls.
+
+        Args:
+            plan: a plan whose configuration is a `SessionConfig`.
+            group: the other ranks; None where this process has all.
+            virtual: whether one call drives all ranks and takes lists.
+            device: a GPU, or the CPU where Triton interprets.
+            timeout_s: how long a wait for a peer may take.
+            allocate: COLLECTIVE; workspaces of that many bytes each.
+        """
+        rank = 0 if group is None else group.rank
+        super().__init__(plan, None if virtual else rank)
+        assert isinstance(plan.config, SessionConfig)
+        self._config = plan.config
+        self._layout = plan.workspace
+        self._group = group
+        self._driven = range(plan.problem.ep_size) if virtual else range(rank, rank + 1)
+        self._device = device
+        self._timeout_s = timeout_s
+        self._allocate = allocate
+        self._check_ids = env.debug()
+        self._calls = 0
+        self._timeouts = 0
+        self._failure: MegaMoETimeoutError | None = None
+        self._memory = Memory(ranks=(), release=_nothing)
+        self._ranks: dict[int, RankMemory] = {}
+        self._peers = torch.empty(0)
+        self._no_limit = torch.full((1,), NO_LIMIT, dtype=torch.int32, device=device)
+        # The kernels write here when a wait has timed out; the host reads it without a synchronisation.
+        self._reports = torch.zeros(
+            len(self._driven), STATUS_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        self._gate_up: list[Tensor] = []  # GEMM1's accumulators by driven rank, where taps are kept
+        self._last_ring = self._config.rings[0]
+
+    def start(self) -> None:
+        """COLLECTIVE. Allocate the workspaces and make them ready for the first call."""
+        self._memory = self._allocate(self._layout.num_bytes)
+        self._ranks = {rank: RankMemory(self._layout, self._memory.ranks[rank]) for rank in self._driven}
+        addresses = [memory.data_ptr() for memory in self._memory.ranks]
+        self._peers = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        self.start_epochs(0)
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
+        assert isinstance(weights, Mxfp4Weights)
+        prepared = kernel_weights.prepare(weights, self.plan.problem)
+        return replace(prepared, tensors={name: tensor.to(self._device) for name, tensor in prepared.tensors.items()})
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: HiddenStates | Sequence[HiddenStates],
+        topk_ids: Tensor | Sequence[Tensor],
+        topk_weights: Tensor | Sequence[Tensor],
+        weights: PreparedWeights | Sequence[PreparedWeights],
+        *,
+        out: Tensor | Sequence[Tensor] | None = None,
+        num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
+    ) -> Any:
+        """COLLECTIVE, stream-ordered. See `Session.forward`."""
+        self._require_healthy()
+        values = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        names = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")
+        per_rank = [self._per_rank(name, value) for name, value in zip(names, values, strict=True)]
+        calls = [self._checked(index, *arguments) for index, arguments in enumerate(zip(*per_rank, strict=True))]
+        self._run(calls)
+        self._calls += 1
+        outputs = [call.out for call in calls]
+        return outputs if self.ep_rank is None else outputs[0]
+
+    def _run(self, calls: Sequence[CallTensors]) -> None:
+        """Launch one call of the driven ranks, phase by phase."""
+        tile, ring = self._config.pick(self.plan.problem, max(len(call.topk_ids) for call in calls))
+        self._last_ring = ring
+        lists = [
+            RankCall(
+                problem=self.plan.problem,
+                rank=rank,
+                tile=tile,
+                ring=ring,
+                rings=self._config.rings,
+                memory=self._ranks[rank],
+                peers=self._peers,
+                num_programs=self.plan.device.num_sms * tile.programs_per_cu,
+                polls=self._polls,
+            ).phases(call)
+            for rank, call in zip(self._driven, calls, strict=True)
+        ]
+        for phase in zip(*lists, strict=True):
+            for launches in phase:
+                self._launch(launches)
+
+    def _launch(self, launches: Sequence[Launch]) -> None:
+        for launch in launches:
+            launch.run()
+
+    def _checked(
+        self,
+        index: int,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: PreparedWeights,
+        out: Tensor | None,
+        num_tokens: int | Tensor | None,
+    ) -> CallTensors:
+        """Check one rank's arguments and put them together."""
+        problem = self.plan.problem
+        fmt = activation_format(problem.quant, problem.act_format)
+        hidden = problem.hidden_size
+        num_rows = check_call(
+            problem,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            out,
+            payload_shape=(hidden // fmt.values_per_item, fmt.payload_dtype),
+            scale_shape=(hidden // fmt.block, torch.uint8),
+        )
+        weights.require(backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
+        if topk_ids.device.type != self._device.type:
+            raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
+        if self._check_ids:
+            _require_ids(topk_ids, problem.num_experts)
+        payload, scales = _payload_and_scales(hidden_states)
+        if payload.data_ptr() % INPUT_ALIGNMENT:
+            raise InputError(
+                "hidden_states start at an odd address", got=hex(payload.data_ptr()), expected="a multiple of 16"
+            )
+        if out is None:
+            out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
+        return CallTensors(
+            hidden_states=payload,
+            hidden_scales=scales,
+            topk_ids=topk_ids.contiguous(),
+            topk_weights=topk_weights.contiguous(),
+            weights=weights.tensors,
+            out=out,
+            num_tokens=self._limit(num_tokens, num_rows),
+            report=self._reports[index],
+            gate_up_tap=self._gate_up[index] if self._gate_up else None,
+        )
+
+    def _limit(self, num_tokens: int | Tensor | None, num_rows: int) -> Tensor:
+        """`num_tokens` on the device."""
+        if num_tokens is None:
+            return self._no_limit
+        if isinstance(num_tokens, int):
+            if not 0 <= num_tokens <= num_rows:
+                raise InputError("num_tokens is out of range", got=num_tokens, expected=f"0 to {num_rows}")
+            return torch.full((1,), num_tokens, dtype=torch.int32, device=self._device)
+        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or num_tokens.device.type != self._device.type:
+            raise InputError(
+                "num_tokens is no device-side count",
+                got=f"{tuple(num_tokens.shape)} {num_tokens.dtype} on {num_tokens.device}",
+                expected=f"one int32 on {self._device}, or an int",
+            )
+        return num_tokens
+
+    def _per_rank(self, name: str, value: Any) -> Sequence[Any]:
+        """One entry for each driven rank; None stands for None of each."""
+        if self.ep_rank is not None:
+            return (value,)
+        if value is None:
+            return (None,) * len(self._driven)
+        if isinstance(value, Tensor | PreparedWeights | Quantized | int) or len(value) != len(self._driven):
+            raise InputError(
+                f"{name} is not one entry per virtual rank",
+                got=type(value).__name__,
+                expected=f"a list of {len(self._driven)}",
+            )
+        entries: Sequence[Any] = value
+        return entries
+
+    @property
+    def _polls(self) -> int:
+        return min(int(self._timeout_s / POLL_S[self._device.type]) + 1, NO_LIMIT)
+
+    def warmup(self) -> float:
+        """COLLECTIVE. Compile and load the kernels of every token count; returns the seconds it took.
+
+        It makes calls with rows but without experts, one of each tile's size.
+        """
+        self._require_healthy()
+        start = time.perf_counter()
+        for num_rows in self._config.token_counts(self.plan.problem):
+            self._run([self._call_without_experts(index, num_rows) for index in range(len(self._driven))])
+        self._synchronize()
+        self._meet("warmup")
+        return time.perf_counter() - start
+
+    def _call_without_experts(self, index: int, num_rows: int) -> CallTensors:
+        problem = self.plan.problem
+        device = self._device
+        scale = torch.empty(1, dtype=torch.uint8, device=device)  # no expert is read
+        bias = torch.empty(1, device=device)
+        names = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+        return CallTensors(
+            hidden_states=torch.zeros(num_rows, problem.hidden_size, dtype=torch.bfloat16, device=device),
+            hidden_scales=None,
+            topk_ids=torch.full((num_rows, problem.top_k), -1, dtype=torch.int32, device=device),
+            topk_weights=torch.zeros(num_rows, problem.top_k, device=device),
+            weights={**dict.fromkeys(names, scale), "w13_bias": bias, "w2_bias": bias},
+            out=torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device=device),
+            num_tokens=self._no_limit,
+            report=self._reports[index],
+        )
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def _require_healthy(self) -> None:
+        """Raise if the session is closed, or if a call that has ended by now failed. Does not synchronise."""
+        self.require_open()
+        if self._failure is None:
+            failed = [report for report in self._reports.tolist() if report[0]]
+            if failed:
+                self._failure = self._timed_out(failed[0])
+                self._timeouts += 1
+                logger.error("%s", self._failure)
+        if self._failure is not None:
+            raise self._failure
+
+    def _timed_out(self, report: Sequence[int]) -> MegaMoETimeoutError:
+        _, rank, peer, phase, epoch, index, _, _ = report
+        return MegaMoETimeoutError(
+            rank=rank,
+            peer=peer,
+            phase=PHASES[phase],
+            timeout_s=self._timeout_s,
+            epoch=epoch % 2**32,
+            index=index,
+        )
+
+    def check(self) -> None:
+        """Raise what calls up to now left behind. Synchronises the device."""
+        self.require_open()
+        self._synchronize()
+        self._require_healthy()
+
+    def reset(self) -> None:
+        """COLLECTIVE. Make the session usable again after a failed call."""
+        self.require_open()
+        self._synchronize()
+        self._meet("reset: all launches have ended")
+        self._reports.zero_()
+        self._failure = None
+        self.start_epochs(0)
+
+    def start_epochs(self, epoch: int) -> None:
+        """COLLECTIVE. Make `epoch` the number of the last call on every rank, with no flag raised since."""
+        for memory in self._ranks.values():
+            memory.start(epoch)
+        self._synchronize()
+        self._meet("reset: all flags are set")
+
+    def _meet(self, phase: str) -> None:
+        if self._group is not None:
+            self._group.barrier(timeout_s=self._timeout_s, phase=phase)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    # -- reports ------------------------------------------------------------------------------------------------
+
+    def receive_counts(self) -> Any:
+        """Stream-ordered. `[E_local]` int32 rows that each local expert received in the last call; see `Session`."""
+        self.require_open()
+        counts = [memory.words("receive_counts").clone() for memory in self._ranks.values()]
+        return counts if self.ep_rank is None else counts[0]
+
+    def stats(self) -> Any:
+        """`SessionStats`; synchronises."""
+        self.require_open()
+        stats = [
+            SessionStats(
+                calls=self._calls, dropped_ids=int(memory.words("dropped_ids").item()), timeouts=self._timeouts
+            )
+            for memory in self._ranks.values()
+        ]
+        return stats if self.ep_rank is None else stats[0]
+
+    # -- taps ---------------------------------------------------------------------------------------------------
+
+    def keep_taps(self) -> None:
+        """COLLECTIVE. From the next call on, keep what stands between the stages, for tests.
+
+        The session then has a pool that holds every block of the fullest call, and kernels that also store GEMM1's
+        accumulators.
+        """
+        self._require_healthy()
+        self._give_back()
+        rings = tuple(replace(ring, ring_blocks=ring.max_blocks) for ring in self._config.rings)
+        self._config = replace(self._config, rings=rings)
+        self._layout = kernel_workspace(self.plan.problem, rings)
+        rows = max(ring.num_rows for ring in rings)
+        columns = 2 * self.plan.problem.intermediate_size
+        self._gate_up = [torch.zeros(rows, columns, device=self._device) for _ in self._driven]
+        self.start()
+
+    def taps(self) -> Any:
+        """`StageTaps` of the last call, None for a rank that received no rows; a list with virtual ranks.
+
+        Raises:
+            SessionError: `keep_taps` was not called before it.
+        """
+        self.require_open()
+        if not self._gate_up:
+            raise SessionError("this session keeps no taps", hint="call keep_taps() before forward()")
+        taps = [
+            read_taps(self.plan.problem, memory, self._last_ring, gate_up)
+            for memory, gate_up in zip(self._ranks.values(), self._gate_up, strict=True)
+        ]
+        return taps if self.ep_rank is None else taps[0]
+
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """COLLECTIVE. Give the workspace back, once every rank's calls have ended; calling it again does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._synchronize()
+        try:
+            self._meet("close")
+        except (SessionError, ProtocolError):
+            logger.warning("another rank is gone: this one gives its workspace back without waiting for it")
+        self._ranks = {}
+        self._memory.release()
+        self._memory = Memory(ranks=(), release=_nothing)
+
+
+def open_session(
+    plan: Plan, group: Group | VirtualRanks | None, *, device: torch.device, timeout_s: float
+) -> RocmSession:
+    """COLLECTIVE. Open `plan` on every rank of `group`; `group` provides the symmetric memory.
+
+    Args:
+        plan: equal on every rank.
+        group: ranks whose memory is on `device`'s kind; None for `ep_size` 1.
+        device: where the kernels run.
+        timeout_s: how long a wait for a peer may take.
+
+    Raises:
+        ConfigError: a group of another size than the plan's.
+        WorkspaceError: out of memory.
+    """
+    ep_size = plan.problem.ep_size
+    members = group if isinstance(group, Group) else None
+    size = members.size if members is not None else ep_size if isinstance(group, VirtualRanks) else 1
+    if size != ep_size:
+        raise ConfigError("the group's size is not the plan's", got=f"{size} ranks", expected=f"ep_size = {ep_size}")
+
+    def allocate(num_bytes: int) -> Memory:
+        if members is not None:
+            return Memory(ranks=members.allocate(num_bytes, timeout_s=timeout_s).ranks, release=_nothing)
+        ranks = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(ep_size)]
+        return Memory(ranks=tuple(ranks), release=_nothing)
+
+    session = RocmSession(
+        plan,
+        group=members,
+        virtual=isinstance(group, VirtualRanks),
+        device=device,
+        timeout_s=timeout_s,
+        allocate=allocate,
+    )
+    session.start()
+    return session
+
+
+def _nothing() -> None:
+    """Nothing to give back."""
+
+
+def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
+    """Rows as the kernels read them: BF16, or bytes and scale bytes; columns side by side."""
+    if isinstance(hidden_states, Tensor):
+        return _rows(hidden_states), None
+    payload, scales = (
+        (hidden_states.payload, hidden_states.scales) if isinstance(hidden_states, Quantized) else hidden_states
+    )
+    assert scales is not None
+    return _rows(payload.view(torch.uint8)), _rows(scales.view(torch.uint8))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _require_ids(topk_ids: Tensor, num_experts: int) -> None:
+    """Raise for an id outside [-1, num_experts). Synchronises, hence in debug mode only."""
+    wrong = topk_ids[(topk_ids < -1) | (topk_ids >= num_experts)]
+    if wrong.numel():
+        raise InputError(
+            "topk_ids holds ids of no expert",
+            got=f"{wrong.numel()} of them, {wrong[0].item()} first",
+            expected=f"-1 to {num_experts - 1}",
+        )

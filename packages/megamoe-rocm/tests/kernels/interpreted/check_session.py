@@ -1,0 +1,127 @@
+"""A session in the interpreter: virtual ranks, and ranks in threads of their own over an in-process group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import SMALL, problem, random_inputs, random_weights, rel_l2
+from torch import Tensor
+
+from megamoe.backend import Session, VirtualRanks
+from megamoe.errors import CapacityError, ConfigError, InputError, LayoutError, MegaMoETimeoutError, SessionError
+from megamoe.problem import MoEProblem
+from megamoe.reference.staged import staged
+from megamoe.schedule.device_spec import MI355X
+from megamoe_rocm.heuristics import config_of
+from megamoe_rocm.planning import make_plan
+from megamoe_rocm.session import RocmSession, open_session
+
+DEVICE = replace(MI355X, num_sms=1)  # few programs: the interpreter runs them one after the other
+BOUND = 1e-2
+
+
+def open_virtual(of: MoEProblem, timeout_s: float = 60.0) -> RocmSession:
+    plan = make_plan(of, DEVICE, config=config_of(of, "small", (SMALL,)))
+    return open_session(plan, VirtualRanks(), device=torch.device("cpu"), timeout_s=timeout_s)
+
+
+def prepared(session: Session) -> list:
+    return [session.prepare(random_weights(session.plan.problem, r)) for r in range(session.plan.problem.ep_size)]
+
+
+def reference(of: MoEProblem, inputs) -> list[Tensor]:
+    weights = [random_weights(of, rank) for rank in range(of.ep_size)]
+    return staged(of, inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, weights).outputs
+
+
+def arguments(inputs) -> tuple:
+    return inputs.hidden_states, inputs.topk_ids, inputs.topk_weights
+
+
+def test_calls_counts_taps_and_statistics() -> None:
+    of = problem(expert_bias=True, transport="fp8_blockwise_1x32")
+    with open_virtual(of) as session:
+        session.keep_taps()
+        weights = prepared(session)
+        session.start_epochs(2**32 - 2)
+        for seed, tokens in enumerate([(9, 4), (0, 6)]):
+            inputs = random_inputs(of, tokens, seed=seed, low=-1)
+            outs = session.forward(*arguments(inputs), weights)
+            for out, expected in zip(outs, reference(of, inputs), strict=True):
+                assert len(expected) == 0 or rel_l2(out, expected) < BOUND
+            session.check()
+            ids = torch.cat([i.flatten() for i in inputs.topk_ids])
+            expected_counts = torch.bincount(ids[ids >= 0], minlength=of.num_experts).int()
+            assert torch.equal(torch.cat(session.receive_counts()), expected_counts)
+        weights_of = [random_weights(of, rank) for rank in range(of.ep_size)]
+        expected_taps = staged(of, inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, weights_of).taps
+        for tap, expected in zip(session.taps(), expected_taps, strict=True):
+            if tap is None:
+                assert len(expected.src_pick) == 0
+                continue
+            key = torch.stack((tap.local_expert, tap.src_rank, tap.src_pick), 1).tolist()
+            order = torch.tensor(sorted(range(len(key)), key=key.__getitem__))
+            assert torch.equal(tap.src_pick[order], expected.src_pick)
+            assert rel_l2(tap.gate_up[order], expected.gate_up) < 1e-6
+            assert (tap.a2.payload[order] != expected.a2.payload).float().mean() < 1e-2
+        assert [stats.calls for stats in session.stats()] == [2, 2]
+
+
+def test_padding_given_outputs_and_a_reused_session() -> None:
+    of = problem(quant="a8w4")
+    with open_virtual(of) as session:
+        weights = prepared(session)
+        inputs = random_inputs(of, (8, 5))
+        outs = [torch.full((count, of.hidden_size), 7.0).bfloat16() for count in (8, 5)]
+        limits = [torch.tensor([3], dtype=torch.int32), 5]
+        result = session.forward(*arguments(inputs), weights, out=outs, num_tokens=limits)
+        assert all(a is b for a, b in zip(result, outs, strict=True))
+        assert (outs[0][3:] == 0).all()
+        full = session.forward(*arguments(inputs), weights)
+        assert torch.equal(full[0][:3], outs[0][:3])
+        assert session.warmup() > 0
+        assert torch.equal(session.forward(*arguments(inputs), weights)[1], full[1])
+
+
+def test_wrong_arguments_are_refused_before_a_launch() -> None:
+    of = problem()
+    with open_virtual(of) as session:
+        weights = prepared(session)
+        inputs = random_inputs(of, (8, 5))
+        x, ids, w = arguments(inputs)
+        with pytest.raises(CapacityError, match="24"):
+            session.forward([torch.zeros(25, 512, dtype=torch.bfloat16), x[1]], ids, w, weights)
+        with pytest.raises(InputError, match="virtual rank"):
+            session.forward(x[0], ids, w, weights)
+        with pytest.raises(InputError, match="num_tokens"):
+            session.forward(x, ids, w, weights, num_tokens=[9, 5])
+        with pytest.raises(LayoutError):
+            session.forward(x, ids, w, [replace(prepared, layout="other") for prepared in weights])
+    with pytest.raises(SessionError, match="closed"):
+        session.forward(x, ids, w, weights)
+    plan = make_plan(of, DEVICE, config=config_of(of, "small", (SMALL,)))
+    with pytest.raises(ConfigError, match="ep_size = 2"):
+        open_session(plan, None, device=torch.device("cpu"), timeout_s=1.0)
+
+
+def test_a_timeout_is_named_and_reset_makes_the_session_usable_again() -> None:
+    of = problem()
+    with open_virtual(of, timeout_s=1e-4) as session:
+        weights = prepared(session)
+        inputs = random_inputs(of, (4, 4))
+        expected = session.forward(*arguments(inputs), weights)
+        run = session._launch
+        session._launch = lambda launches: None if launches[0].kernel.__name__ == "gemm2_p2p" else run(launches)
+        outs = session.forward(*arguments(inputs), weights)
+        assert all(out.isnan().all() for out in outs)
+        session._launch = run
+        with pytest.raises(MegaMoETimeoutError) as raised:
+            session.forward(*arguments(inputs), weights)
+        assert (raised.value.phase, raised.value.epoch) == ("combine", 2)
+        with pytest.raises(MegaMoETimeoutError):
+            session.check()
+        session.reset()
+        for out, other in zip(session.forward(*arguments(inputs), weights), expected, strict=True):
+            assert torch.equal(out, other)
