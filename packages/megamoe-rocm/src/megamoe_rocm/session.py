@@ -35,7 +35,8 @@ logger = logging.getLogger("megamoe.rocm")
 INPUT_ALIGNMENT = 16  # bytes; what the kernels are compiled for
 NO_LIMIT = 2**31 - 1  # num_tokens where the caller gives none
 POLL_S = {"cuda": 1e-6, "cpu": 2e-5}
-"""Seconds that a poll takes at least, by device type: an atomic in device memory (assumed, not measured), or a turn of Triton's interpreter. A wait counts polls, so a time-out comes about when asked for, or later."""
+"""Seconds that a poll takes at least, by device type: an atomic in device memory (assumed, not measured), or a turn of
+Triton's interpreter. A wait counts polls, so a time-out comes about when asked for, or later."""
 
 
 @dataclass(frozen=True, kw_only=True)
