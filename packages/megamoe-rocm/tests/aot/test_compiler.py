@@ -110,7 +110,10 @@ def test_a_dropped_scope_and_a_dropped_fence_are_reported_together(kernels) -> N
 def test_spills_are_refused(kernels) -> None:
     parameters = {"x": pointer("fp32"), "y": pointer("fp32")}
     code = compile_kernel(
-        kernels.many_values, parameters=parameters, constants={"B": 128}, options=CompileOptions(num_warps=1)
+        kernels.many_values,
+        parameters=parameters,
+        constants={"B": 128},
+        options=CompileOptions(num_warps=1, waves_per_eu=8),
     )
     assert code.resources.vgpr_spills > 0
     with pytest.raises(InspectionError, match="vector register spills: [1-9]"):

@@ -9,7 +9,7 @@ import pytest
 from isa_harness import LANE, f32, lone_wave, run, set_f32, set_u32
 
 from megamoe_rocm.isa.errors import UnsupportedInstructionError
-from megamoe_rocm.isa.instructions.vector import div_fixup, div_scale
+from megamoe_rocm.isa.instructions.vector import div_fixup, div_scale, permute_bytes
 from megamoe_rocm.isa.numbers import fma32
 from megamoe_rocm.isa.wave import VCC
 
@@ -204,6 +204,14 @@ def test_fma_agrees_with_exact_rational_arithmetic() -> None:
                 if np.isfinite(other):
                     far = abs(Fraction(float(other)) - exact)
                     assert distance < far or (distance == far and not int(r.view(np.uint32)) & 1)
+
+
+def test_one_byte_selector_for_all_lanes_acts_as_one_a_lane() -> None:
+    rng = np.random.default_rng(1)
+    high, low = rng.integers(0, 1 << 32, (2, 64), np.uint32)
+    for selector in (0x07050301, 0x0C0D0B08, 0x0A090B0E, 0x03020706, 0xFF000C04):
+        alike = permute_bytes(high, low, np.array([selector], np.uint32))
+        np.testing.assert_array_equal(alike, permute_bytes(high, low, np.full(64, selector, np.uint32)))
 
 
 def test_only_active_lanes_are_written() -> None:

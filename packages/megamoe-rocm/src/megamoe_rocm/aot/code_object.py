@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -147,11 +147,11 @@ class CodeObject:
         assembly: the compiler's own listing, "" after loading.
     """
 
-    hsaco: bytes
+    hsaco: bytes = field(repr=False)
     arguments: tuple[KernelArgument, ...]
     lds_bytes: int
     build: dict[str, Any]
-    assembly: str = ""
+    assembly: str = field(default="", repr=False)
 
     @classmethod
     def from_bytes(

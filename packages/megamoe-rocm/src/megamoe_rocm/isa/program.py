@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -51,9 +51,9 @@ class Program:
     """
 
     code: CodeObject
-    instructions: tuple[Instruction, ...]
-    steps: tuple[Step, ...]
-    touched: tuple[int, ...]
+    instructions: tuple[Instruction, ...] = field(repr=False)
+    steps: tuple[Step, ...] = field(repr=False)
+    touched: tuple[int, ...] = field(repr=False)
     entry: int
     lds_granule: int
 

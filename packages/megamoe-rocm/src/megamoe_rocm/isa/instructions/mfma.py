@@ -14,38 +14,63 @@ rounds inside, in an order that no document states: that is the one place where 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
 from megamoe_rocm.aot.disassembly import Instruction
 from megamoe_rocm.isa.numbers import E2M1, E4M3, E5M2, E8M0, from_bf16
-from megamoe_rocm.isa.operands import Operand, Step, allow_modifiers, fetch_vector, modifier_list, parse, unsupported
+from megamoe_rocm.isa.operands import (
+    Operand,
+    Step,
+    allow_modifiers,
+    fetch_vector,
+    integer_modifier,
+    modifier_list,
+    parse,
+    unsupported,
+)
 from megamoe_rocm.isa.wave import Array, Wave
 
 U32, F32, F64 = np.uint32, np.float32, np.float64
 BLOCK = 32  # k that one scale covers
 PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=1)  # byte -> two values, low nibble first
 # cbsz and blgp -> registers an operand takes and its values by byte. The 6-bit formats are not modelled.
-FORMATS: dict[int, tuple[int, Array]] = {0: (8, E4M3), 1: (8, E5M2), 4: (4, PAIRS)}
+FP4 = 4
+FORMATS: dict[int, tuple[int, Array]] = {0: (8, E4M3), 1: (8, E5M2), FP4: (4, PAIRS)}
 SHAPES = {"16x16x128": (16, 128), "32x32x64": (32, 64)}
 
 Unpack = Callable[[Wave], Array]
 
 
-def unpack_small(operand: Operand, fmt: int, rows: int, depth: int) -> Unpack:
-    """A function that gives an operand as `[rows, depth]` FP64."""
+@lru_cache(maxsize=1024)
+def unpacked(raw: bytes, scales: bytes, select: int, fmt: int, rows: int, depth: int) -> Array:
+    """An operand as `[rows, depth]` FP64, times its scales.
+
+    Cached by content: a tile's operand meets several others, in one wave after the other.
+
+    Args:
+        raw: the operand's registers, 64 lanes each.
+        scales: the scales' register, or nothing.
+        select: which byte of it.
+        fmt: of the operand.
+        rows: M or N.
+        depth: K.
+    """
     registers, values = FORMATS[fmt]
-    first, groups = operand.index, 64 // rows
-
-    def four_bits(wave: Wave) -> Array:
-        raw = wave.v[first : first + registers].T.copy().view(np.uint8)
-        return values[raw].reshape(groups, rows, BLOCK).swapaxes(0, 1).reshape(rows, depth)
-
-    def eight_bits(wave: Wave) -> Array:
-        raw = wave.v[first : first + registers].T.copy().view(np.uint8)
-        return values[raw].reshape(groups, rows, 2, 16).transpose(1, 2, 0, 3).reshape(rows, depth)
-
-    return four_bits if fmt == 4 else eight_bits
+    groups = 64 // rows
+    codes = np.frombuffer(raw, U32).reshape(registers, 64).T.copy().view(np.uint8)
+    if fmt == FP4:
+        matrix = values[codes].reshape(groups, rows, BLOCK).swapaxes(0, 1)
+    else:
+        matrix = values[codes].reshape(groups, rows, 2, 16).transpose(1, 2, 0, 3)
+    matrix = matrix.reshape(rows, depth // BLOCK, BLOCK)
+    if scales:
+        exponents = np.frombuffer(scales, U32) >> U32(8 * select) & 0xFF
+        matrix = matrix * E8M0[exponents].reshape(groups, rows).T[:, :, None]
+    matrix = matrix.reshape(rows, depth)
+    matrix.flags.writeable = False
+    return matrix
 
 
 def unpack_half(operand: Operand, form: str, rows: int, depth: int) -> Unpack:
@@ -83,36 +108,30 @@ def _accumulate(item: Instruction, size: int) -> Callable[[Wave, Array], None]:
     return run
 
 
-def _scale(operand: Operand, select: int, rows: int) -> Callable[[Wave], Array]:
-    """A function that gives scales as `[rows, k block]`."""
-    index, shift, groups = operand.index, U32(8 * select), 64 // rows
-    return lambda wave: E8M0[wave.v[index] >> shift & 0xFF].reshape(groups, rows).T
-
-
 def _scaled(item: Instruction, size: int, depth: int) -> Step:
     allow_modifiers(item, "op_sel", "op_sel_hi", "cbsz", "blgp")
-    a_format, b_format = int(item.modifiers.get("cbsz", "0")), int(item.modifiers.get("blgp", "0"))
-    if a_format not in FORMATS or b_format not in FORMATS:
-        raise unsupported(item, "no semantics for 6-bit operands")
-    a = unpack_small(parse(item.operands[1]), a_format, size, depth)
-    b = unpack_small(parse(item.operands[2]), b_format, size, depth)
-    accumulate = _accumulate(item, size)
-    if len(item.operands) == 4:
-        return lambda wave: accumulate(wave, a(wave) @ b(wave).T)
     scales = [parse(text) for text in item.operands[4:6]]
     if any(scale.file != "v" for scale in scales):
         # LLVM pull request 158117: the device takes bits [30:23] of other operands, and compilers avoid them.
         raise unsupported(item, "no semantics for scales outside of vector registers")
     low, high = modifier_list(item, "op_sel", "[0,0,0]"), modifier_list(item, "op_sel_hi", "[0,0,0]")
-    a_scale, b_scale = (_scale(scales[at], low[at] + 2 * high[at], size) for at in (0, 1))
-    blocks = depth // BLOCK
+    fetches = []
+    for at, name in enumerate(("cbsz", "blgp")):
+        fmt = integer_modifier(item, name)
+        if fmt not in FORMATS:
+            raise unsupported(item, "no semantics for 6-bit operands")
+        scale = scales[at].index if scales else None
+        fetches.append(_operand(parse(item.operands[1 + at]).index, scale, low[at] + 2 * high[at], fmt, size, depth))
+    a, b = fetches
+    accumulate = _accumulate(item, size)
+    return lambda wave: accumulate(wave, a(wave) @ b(wave).T)
 
-    def step(wave: Wave) -> None:
-        left = (a(wave).reshape(size, blocks, BLOCK) * a_scale(wave)[:, :, None]).reshape(size, depth)
-        right = (b(wave).reshape(size, blocks, BLOCK) * b_scale(wave)[:, :, None]).reshape(size, depth)
-        accumulate(wave, left @ right.T)
 
-    return step
+def _operand(first: int, scale: int | None, select: int, fmt: int, rows: int, depth: int) -> Unpack:
+    last = first + FORMATS[fmt][0]
+    if scale is None:
+        return lambda wave: unpacked(wave.v[first:last].tobytes(), b"", 0, fmt, rows, depth)
+    return lambda wave: unpacked(wave.v[first:last].tobytes(), wave.v[scale].tobytes(), select, fmt, rows, depth)
 
 
 def _half(item: Instruction, size: int, depth: int, form: str) -> Step:

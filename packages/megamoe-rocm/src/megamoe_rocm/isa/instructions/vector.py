@@ -133,6 +133,8 @@ def extract(value: Array, offset: Array, width: Array) -> Array:
 
 def permute_bytes(high: Array, low: Array, selector: Array) -> Array:
     """Bytes of {high, low} by four selectors; 8 to 11 replicate a sign, 12 is 0x00, above is 0xFF."""
+    if selector.size == 1:
+        return _permute_bytes_alike(high, low, int(selector[0]))
     both = low.astype(U64) | high.astype(U64) << 32
     result = np.zeros(np.broadcast_shapes(both.shape, selector.shape), U32)
     for at in range(0, 32, 8):
@@ -142,6 +144,20 @@ def permute_bytes(high: Array, low: Array, selector: Array) -> Array:
         byte = np.where(pick >= 8, signs * U32(0xFF), byte)
         byte = np.where(pick == 12, U32(0), np.where(pick > 12, U32(0xFF), byte))
         result |= byte.astype(U32) << U32(at)
+    return result
+
+
+def _permute_bytes_alike(high: Array, low: Array, selector: int) -> Array:
+    """The same with one selector for all lanes, as it nearly always is."""
+    result = np.zeros(np.broadcast_shapes(high.shape, low.shape), U32)
+    for at in range(0, 32, 8):
+        pick = selector >> at & 0xFF
+        if pick < 8:
+            result |= ((high if pick & 4 else low) >> U32(8 * (pick & 3)) & 0xFF) << U32(at)
+        elif pick < 12:
+            result |= ((high if pick & 2 else low) >> U32(16 * (pick & 1) + 15) & 1) * U32(0xFF << at)
+        elif pick > 12:
+            result |= U32(0xFF << at)
     return result
 
 
