@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megamoe.testing.plugin import STRESS_SEEDS
+
 pytest_plugins = ["pytester"]
 
 PLUGIN = ("-p", "megamoe.testing.plugin", "-p", "no:cacheprovider")
@@ -52,7 +54,7 @@ def test_layers_are_markers(pytester: pytest.Pytester) -> None:
     layers = {layer: collected(pytester, "-m", layer) for layer in ("smoke", "shapes", "edge", "stress")}
     assert all(layers.values())
     assert sorted(everything) == sorted(case for cases in layers.values() for case in cases)
-    assert layers["stress"] == [f"stress-{seed}" for seed in range(24)]
+    assert layers["stress"] == [f"stress-{seed}" for seed in range(STRESS_SEEDS)]
 
 
 def test_seeds_replay_stress_cases(pytester: pytest.Pytester) -> None:

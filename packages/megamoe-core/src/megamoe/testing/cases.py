@@ -247,6 +247,8 @@ def _shapes(device: DeviceClass) -> Iterator[Case]:
     yield from _shapes_of_sizes(device)
     if device == "gpu":
         yield from _shapes_of_models()
+    else:
+        yield from _shapes_of_many_rows()
 
 
 def _shapes_of_formats(device: DeviceClass) -> Iterator[Case]:
@@ -309,6 +311,23 @@ def _shapes_of_sizes(device: DeviceClass) -> Iterator[Case]:
         yield build(Layer.SHAPES, f"top_k{top_k}", next(turns), experts_per_rank=8, top_k=top_k, **small)
     for tokens in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129):
         yield build(Layer.SHAPES, f"tokens{tokens}", next(turns), tokens=(tokens, tokens), top_k=2, **small)
+
+
+def _shapes_of_many_rows() -> Iterator[Case]:
+    """The largest layers that a CPU is given: several row blocks of every expert, and more than a ring of them."""
+    for mode in MODES:
+        yield build(
+            Layer.SHAPES,
+            "many-rows",
+            mode,
+            device_class="cpu",
+            ep_size=4,
+            tokens=300,
+            hidden_size=1024,
+            intermediate_size=640,
+            experts_per_rank=2,
+            routing="zipf",
+        )
 
 
 def _shapes_of_models() -> Iterator[Case]:

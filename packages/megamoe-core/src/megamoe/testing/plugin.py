@@ -19,6 +19,7 @@ from megamoe.registry import REFERENCE, load
 from megamoe.testing.cases import MODES, Case, cases, stress_case
 from megamoe.testing.workbench import RankKind, Workbench
 
+STRESS_SEEDS = 48
 WORKBENCH = pytest.StashKey[Workbench]()
 MARKERS = (
     "smoke: the smallest cases, seconds in total",
@@ -46,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "backends; processes: one per rank, on GPUs with a GPU each",
     )
     group.addoption("--ep-sizes", default=None, help="EP sizes to run, such as 1,2 (default: all that can be run here)")
-    group.addoption("--megamoe-stress", type=int, default=None, help="number of stress seeds (default: 24; on GPUs 48)")
+    group.addoption("--megamoe-stress", type=int, default=STRESS_SEEDS, help=f"number of stress seeds ({STRESS_SEEDS})")
     group.addoption("--megamoe-seed", type=int, action="append", help="run this stress seed only; may be repeated")
 
 
@@ -124,10 +125,7 @@ def _cases(config: pytest.Config) -> Iterator[Case]:
     seeds = config.getoption("--megamoe-seed")
     if not seeds:
         yield from (case for case in cases(workbench.device_class) if case.problem.ep_size in workbench.ep_sizes)
-        default = 24 if workbench.device_class == "cpu" else 48
-        count = config.getoption("--megamoe-stress")
-        seeds = range(default if count is None else count)
-
+        seeds = range(config.getoption("--megamoe-stress"))
     for seed in seeds:
         yield stress_case(
             seed,
