@@ -19,7 +19,7 @@ AUTO = "auto"
 
 # Stages: as many as fit beside the staging of the epilogue. Registers: what the warpgroups need without spills.
 M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224)
-M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=40, math_registers=232)
+M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224)
 TILES = {tile.name: tile for tile in (M64, M128)}
 
 SWITCH_ROWS_PER_EXPERT = 64

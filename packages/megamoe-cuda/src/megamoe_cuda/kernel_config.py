@@ -10,8 +10,8 @@ from megamoe.schedule.tiles import ceil_div
 from megamoe.schedule.waves import Ring
 
 THREADS_PER_WARP = 32
-NUM_PRODUCER_WARPS = 4  # weight loader, activation loader, two dispatch warps
-NUM_DISPATCH_WARPS = 2
+NUM_PRODUCER_WARPS = 4  # weight loader, activation loader, up to two dispatch warps
+MAX_DISPATCH_WARPS = 2
 NUM_MATH_WARPS = 8  # two warpgroups
 NUM_THREADS = THREADS_PER_WARP * (NUM_PRODUCER_WARPS + NUM_MATH_WARPS)
 BLOCK_N = 256  # columns of a tile: 128 finished channels of GEMM1
@@ -31,7 +31,6 @@ class TileConfig:
         num_stages: shared-memory stages of 128 of K.
         producer_registers: registers per thread of the producer warpgroup; a multiple of 8.
         math_registers: the same of the math warpgroups.
-        pull_loads_in_flight: 16-byte loads that a dispatch lane issues before its first store; four registers each.
         weights_evict_first: stream weights past the L2 cache, for calls that read each weight about once.
     """
 
@@ -40,7 +39,6 @@ class TileConfig:
     num_stages: int
     producer_registers: int
     math_registers: int
-    pull_loads_in_flight: int = 4
     weights_evict_first: bool = False
 
     def __post_init__(self) -> None:

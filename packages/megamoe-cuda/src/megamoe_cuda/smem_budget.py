@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megamoe.errors import ConfigError
 from megamoe.schedule.tiles import round_up
-from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, NUM_MATH_WARPS, KernelConfig
+from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, MAX_DISPATCH_WARPS, NUM_MATH_WARPS, KernelConfig
+from megamoe_cuda.workspace_layout import kernel_workspace
 
 MAX_DYNAMIC_BYTES = 232448  # 227 KiB, CUDA C++ programming guide, compute capability 9.0
 FLOAT_BYTES = 4
@@ -17,7 +18,8 @@ QUEUE_SLOTS = 4  # kQueueSlots of pipeline/tile_queue.cuh
 TILE_BYTES = 24  # Tile of schedule/units.cuh
 TILE_SLOT_BYTES = 32
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
-SCALES_ALIGNMENT = 128
+BULK_ALIGNMENT = 128  # bulk copies want 16
+MAX_PULL_SLOTS = 4  # rows in flight per dispatch warp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +34,28 @@ class SharedMemory:
     scales: int
     staging: int
     exchange: int
+    weight_scales: int
     tiles: int
     barriers: int
     queue_barriers: int
+    pull_barriers: int
     result: int
     gave_up: int
     facts: int
     pool_plan: int
     pool_plan_bytes: int
+    pull: int
+    dispatch_warps: int
+    pull_slots: int
+    pull_slot_bytes: int
     num_bytes: int
 
 
 def shared_memory(config: KernelConfig) -> SharedMemory:
     """Lay out the shared memory of one CTA.
+
+    What stages, staging and plan leave free holds the rows that dispatch pulls: two dispatch warps with up to
+    MAX_PULL_SLOTS rows each, or one where there is no room for four rows.
 
     Raises:
         ConfigError: it exceeds what an SM90 block may use.
@@ -57,24 +68,33 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     activations = 0
     weights = activations + tile.num_stages * activation_stage
     scales = weights + tile.num_stages * weight_stage
-    staging = round_up(scales + tile.num_stages * scale_stage, SCALES_ALIGNMENT)
+    staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
-    tiles = exchange + 2 * tile.block_m * FLOAT_BYTES  # two warpgroups
+    weight_scales = exchange + (0 if tile.split_m else 2 * tile.block_m * FLOAT_BYTES)  # two warpgroups
+    tiles = weight_scales + NUM_MATH_WARPS * 2 * max(config.gemm1_k_blocks, config.gemm2_k_blocks) * FLOAT_BYTES
     barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES
     queue_barriers = barriers + 2 * tile.num_stages * BARRIER_BYTES
-    result = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
+    pull_barriers = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
+    result = pull_barriers + MAX_DISPATCH_WARPS * MAX_PULL_SLOTS * BARRIER_BYTES
     gave_up = result + WORD_BYTES
     facts = gave_up + WORD_BYTES
     pool_plan = facts + FACTS_BYTES
     pool_plan_bytes = _pool_plan_bytes(config)
-    num_bytes = pool_plan + pool_plan_bytes
-    if num_bytes > MAX_DYNAMIC_BYTES:
+    pull = round_up(pool_plan + pool_plan_bytes, BULK_ALIGNMENT)
+
+    pull_slot = round_up(
+        config.hidden_size + kernel_workspace(config)["input_scales"].row_bytes, BULK_ALIGNMENT
+    )
+    rows_in_flight = (MAX_DYNAMIC_BYTES - pull) // pull_slot
+    if rows_in_flight < 1:
         raise ConfigError(
             "the kernel's shared memory does not fit",
-            got=num_bytes,
+            got=pull + pull_slot,
             expected=f"at most {MAX_DYNAMIC_BYTES} bytes",
             hint="use fewer stages",
         )
+    dispatch_warps = MAX_DISPATCH_WARPS if rows_in_flight >= 2 * MAX_DISPATCH_WARPS else 1
+    pull_slots = min(rows_in_flight // dispatch_warps, MAX_PULL_SLOTS)
     return SharedMemory(
         activation_stage_bytes=activation_stage,
         weight_stage_bytes=weight_stage,
@@ -84,15 +104,21 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         scales=scales,
         staging=staging,
         exchange=exchange,
+        weight_scales=weight_scales,
         tiles=tiles,
         barriers=barriers,
         queue_barriers=queue_barriers,
+        pull_barriers=pull_barriers,
         result=result,
         gave_up=gave_up,
         facts=facts,
         pool_plan=pool_plan,
         pool_plan_bytes=pool_plan_bytes,
-        num_bytes=num_bytes,
+        pull=pull,
+        dispatch_warps=dispatch_warps,
+        pull_slots=pull_slots,
+        pull_slot_bytes=pull_slot,
+        num_bytes=pull + dispatch_warps * pull_slots * pull_slot,
     )
 
 

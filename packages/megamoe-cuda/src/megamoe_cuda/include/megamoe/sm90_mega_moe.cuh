@@ -1,7 +1,7 @@
 // One launch of one MoE layer on SM90: stage, route, dispatch, GEMM1 + activation, GEMM2, send home, combine.
 //
 // Persistent and cooperative: one CTA per SM, 384 threads. All threads stage and route; then the first warpgroup loads
-// (warp 0 weights, warp 1 activations, warps 2 and 3 pull rows from peers) and the other two multiply, send and combine.
+// (warp 0 weights, warp 1 activations, the others pull rows from peers) and the other two multiply, send and combine.
 // With virtual ranks, several ranks share the GPU: rank r has CTAs [r * kCtasPerRank, (r + 1) * kCtasPerRank).
 //
 // codegen.py puts the constants of megamoe::cfg before this file.
@@ -36,7 +36,7 @@ __device__ __forceinline__ void plan_pool(const Cta& cta, PoolPlan& plan) {
     __syncthreads();
     build_pool_plan(plan);
     // The loaders' bulk copies overwrite what routing left in shared memory.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::fence_proxy_async_shared();
     __syncthreads();
     if (cta.own().expert_counts == nullptr || cta.index != 0) return;
     for (uint32_t expert = threadIdx.x; expert < cfg::kNumLocalExperts; expert += blockDim.x) {
@@ -50,8 +50,8 @@ __device__ __forceinline__ void producer_role(const Cta& cta, const PoolPlan& pl
         if (lane_id() == 0) weight_loader(cta, plan, ring, queue);
     } else if (warp == 1) {
         if (lane_id() == 0) activation_loader(cta, ring, queue);
-    } else {
-        dispatch_role(cta, plan, warp - 2);
+    } else if (warp < 2 + cfg::kDispatchWarps) {
+        dispatch_role(cta, plan, ring, warp - 2);
         trace(cta, TracePoint::kPulled, warp == 2 && lane_id() == 0);
     }
 }

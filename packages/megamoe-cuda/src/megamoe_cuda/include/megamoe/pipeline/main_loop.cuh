@@ -22,7 +22,6 @@ constexpr uint32_t kHalves = cfg::kSplitM ? 2 : 1;
 constexpr uint32_t kHalfColumns = 128;
 constexpr uint32_t kHalfBytes = kHalfColumns * ptx::kSwizzleBytes;
 constexpr uint32_t kMaxKBlocks = cfg::kGemm1KBlocks > cfg::kGemm2KBlocks ? cfg::kGemm1KBlocks : cfg::kGemm2KBlocks;
-constexpr uint32_t kScaleRegisters = ceil_div(kMaxKBlocks, kWarpSize);
 
 // Place of a math thread: its warpgroup, and where its accumulators lie.
 struct MathThread {
@@ -57,12 +56,17 @@ struct Accumulators {
     float values[kHalves][64];
 };
 
-// The weight scales of a tile, spread over the warp: lane k holds those of K block k (and k + 32). GEMM1: row 0 is gate,
-// row 1 is up. GEMM2: rows 0 and 1 are the scale rows of the thread's halves.
+// The weight scales of a tile, [2][kMaxKBlocks] in shared memory, one copy per math warp. GEMM1: row 0 is gate, row 1 is
+// up. GEMM2: rows 0 and 1 are the scale rows of the thread's halves.
 struct WeightScales {
-    float lanes[2][kScaleRegisters];
+    uint32_t address;
 
-    __device__ __forceinline__ void load(const Cta& cta, const MathThread& thread, const Tile& tile) {
+    __device__ __forceinline__ WeightScales(const Ring& ring, const MathThread& thread)
+        : address(ring.base + cfg::kSmemWeightScales +
+                  (thread.warpgroup * 4 + thread.warp) * (2 * kMaxKBlocks * static_cast<uint32_t>(sizeof(float)))) {}
+
+    // Asks for the scales of `tile`, while another tile's epilogue runs. No lane may still read the previous ones.
+    __device__ __forceinline__ void fetch(const Cta& cta, const MathThread& thread, const Tile& tile) const {
         const uint32_t k_blocks = tile.k_blocks();
         uint32_t rows[2];
         const float* scales;
@@ -78,21 +82,31 @@ struct WeightScales {
             rows[0] = tile.n_tile;
             rows[1] = cfg::kIntermediateSize / 128 + tile.n_tile;
         }
+        __syncwarp();
+        for (uint32_t k = thread.lane; k < k_blocks; k += kWarpSize) {
 #pragma unroll
-        for (uint32_t i = 0; i < kScaleRegisters; ++i) {
-            const uint32_t k = thread.lane + i * kWarpSize;
-#pragma unroll
-            for (uint32_t r = 0; r < 2; ++r) lanes[r][i] = k < k_blocks ? __ldg(scales + rows[r] * k_blocks + k) : 0.f;
+            for (uint32_t r = 0; r < 2; ++r) {
+                asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address_of(r, k)),
+                             "l"(scales + rows[r] * k_blocks + k)
+                             : "memory");
+            }
         }
     }
 
+    __device__ __forceinline__ void await() const {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ uint32_t address_of(uint32_t row, uint32_t k) const {
+        return address + 4 * (row * kMaxKBlocks + k);
+    }
     __device__ __forceinline__ float at(uint32_t row, uint32_t k) const {
-        float held = lanes[row][0];
-        if constexpr (kScaleRegisters > 1) held = k < kWarpSize ? held : lanes[row][1];
-        return __shfl_sync(kFullMask, held, k % kWarpSize);
+        float scale;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(address_of(row, k)) : "memory");
+        return scale;
     }
 };
-static_assert(kScaleRegisters <= 2, "K up to 8192");
 
 // sum += product * scale; even and odd groups of 8 columns have their own weight scale (gate and up in GEMM1).
 __device__ __forceinline__ void promote(float (&sum)[64], const float (&product)[64], const float (&row_scale)[2],
@@ -106,8 +120,8 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&product)
 struct MainLoop {
     const Ring& ring;
     bool is_first_lane;
-    uint64_t a_descriptor;  // of stage 0
-    uint64_t b_descriptor;
+    uint32_t a_descriptor;  // low words, of stage 0
+    uint32_t b_descriptor;
     uint32_t row_scale_address;
     RingPosition position;
     bool alive = true;  // false once a wait was aborted; from then on nothing is waited for
@@ -115,10 +129,10 @@ struct MainLoop {
     __device__ __forceinline__ MainLoop(const Ring& ring_, const MathThread& thread_)
         : ring(ring_),
           is_first_lane(thread_.lane == 0),
-          a_descriptor(ptx::wgmma_descriptor(ring_.activations(0) +
+          a_descriptor(ptx::wgmma_descriptor_low(ring_.activations(0) +
                                              (cfg::kSplitM ? thread_.warpgroup * 64 * ptx::kSwizzleBytes : 0))),
           b_descriptor(
-              ptx::wgmma_descriptor(ring_.weights(0) + (cfg::kSplitM ? 0 : thread_.warpgroup * kHalfBytes))),
+              ptx::wgmma_descriptor_low(ring_.weights(0) + (cfg::kSplitM ? 0 : thread_.warpgroup * kHalfBytes))),
           row_scale_address(ring_.scales(0) + 4 * thread_.row()) {}
 
     // The loaders keep the time and say when they gave up: the math warps have no registers to spare for a watchdog.
@@ -148,8 +162,10 @@ struct MainLoop {
         const float row_scale[2] = {load_row_scale(stage, 0), load_row_scale(stage, 8)};
 #pragma unroll
         for (uint32_t half = 0; half < kHalves; ++half) {
-            ptx::wgmma_m64n128k128(product, a_descriptor + (stage * cfg::kActivationStageBytes >> 4),
-                                   b_descriptor + ((stage * cfg::kWeightStageBytes + half * kHalfBytes) >> 4));
+            uint32_t a = a_descriptor, b = b_descriptor;
+            asm volatile("" : "+r"(a), "+r"(b));  // computed here: hoisted, those of all stages would take 40 registers
+            ptx::wgmma_m64n128k128(product, a + (stage * cfg::kActivationStageBytes >> 4),
+                                   b + ((stage * cfg::kWeightStageBytes + half * kHalfBytes) >> 4));
             const float first = weight_scales.at(0, k), second = weight_scales.at(1, k);
             const float even = is_gemm2 && half == 1 ? second : first;
             const float odd = is_gemm2 && half == 0 && kHalves == 2 ? first : second;
@@ -166,7 +182,8 @@ struct MainLoop {
 #pragma unroll
             for (int i = 0; i < 64; ++i) sums.values[half][i] = 0.f;
         float product[64];
-        const uint32_t k_blocks = is_gemm2 ? cfg::kGemm2KBlocks : cfg::kGemm1KBlocks;
+        uint32_t k_blocks = is_gemm2 ? cfg::kGemm2KBlocks : cfg::kGemm1KBlocks;
+        asm volatile("" : "+r"(k_blocks));  // known, it made ptxas shuffle the sums between registers, and spill
         if constexpr (cfg::kUnrollByRing) {  // every K is a multiple of the ring: a tile starts at stage 0
 #pragma unroll 1
             for (uint32_t k = 0; k < k_blocks; k += cfg::kNumStages) {

@@ -1,5 +1,5 @@
-// Bulk copies into shared memory. They are the async proxy: fence_proxy_async_global() stands between ordinary
-// stores to global memory and a bulk copy that reads them.
+// Bulk copies between global and shared memory. They are the async proxy: a proxy fence stands between ordinary accesses
+// and bulk copies of the same bytes.
 #pragma once
 
 #include "megamoe/ptx/types.cuh"
@@ -11,6 +11,9 @@ struct alignas(64) TensorMap {
     uint64_t words[16];
 };
 
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
@@ -43,6 +46,19 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
         "l"(source), "r"(num_bytes), "r"(barrier)
         : "memory");
+}
+
+// Contiguous bytes from shared to global memory; joins the thread's open bulk group.
+__device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t num_bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source),
+                 "r"(num_bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all but the last kPending groups of this thread are written, not only read.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace megamoe::ptx

@@ -2,7 +2,8 @@
 //
 // Shared-memory descriptor (128-byte swizzle, tile base 1024-byte aligned): bits 0-13 address >> 4; 16-29 leading
 // offset, ignored here; 32-45 stride between groups of 8 rows >> 4 (1024 >> 4); 49-51 base offset 0; 62-63 swizzle 1.
-// The next 32 bytes of K are +2, the next 64 rows +512.
+// The next 32 bytes of K are +2, the next 64 rows +512. Only the low word varies; it alone is passed around, since a main
+// loop has no registers for 64-bit descriptors of all its stages.
 //
 // Accumulators: thread `lane` of warp w holds rows 16 w + lane / 4 (+ 8 for odd pairs) and columns
 // 8 j + 2 (lane % 4) + {0, 1}: d[4 j + 2 half + {0, 1}].
@@ -15,8 +16,8 @@ namespace megamoe::ptx {
 constexpr uint32_t kDescriptorPerKStep = 32 >> 4;
 constexpr uint32_t kSwizzleBytes = 128;
 
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared_address) {
-    return static_cast<uint64_t>((shared_address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+__device__ __forceinline__ uint32_t wgmma_descriptor_low(uint32_t shared_address) {
+    return ((shared_address & 0x3ffff) >> 4) | (1u << 16);
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -28,16 +29,17 @@ __device__ __forceinline__ void pin(float (&d)[64]) {
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = a * b, or d += a * b when `accumulate` is not 0.
-__device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+// d = a * b, or d += a * b when `accumulate` is not 0; a and b are low words of descriptors.
+__device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint32_t a, uint32_t b, int accumulate) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+        "{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %66, 0;\n"
+        "mov.b64 a, {%64, 0x40000040}; mov.b64 b, {%65, 0x40000040};\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1; }"
+        "}, a, b, p, 1, 1; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
           "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -46,11 +48,11 @@ __device__ __forceinline__ void wgmma_m64n128k32(float (&d)[64], uint64_t a, uin
           "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "r"(a), "r"(b), "r"(accumulate));
 }
 
 // Issues d = a * b over 128 of K (one stage) and commits; the caller waits and pins.
-__device__ __forceinline__ void wgmma_m64n128k128(float (&d)[64], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void wgmma_m64n128k128(float (&d)[64], uint32_t a, uint32_t b) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) wgmma_m64n128k32(d, a + kDescriptorPerKStep * k, b + kDescriptorPerKStep * k, k != 0);

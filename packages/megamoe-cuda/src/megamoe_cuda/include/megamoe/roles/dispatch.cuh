@@ -1,25 +1,34 @@
 // Dispatch: pulls the rows that this rank's experts were picked for into the ring of blocks.
 //
-// Worker w of W pulls rows w, w + W, ... of the pool. A warp looks up 32 of its rows at a time, one per lane, then copies
-// row after row: 16 bytes a lane, kPullLoadsInFlight loads before the first store.
+// Worker w of W pulls rows w, w + W, ... of the pool. A worker is a warp with kPullSlots row buffers in shared memory: a row
+// comes from its home rank by one bulk copy (over NVLink as a rule) and goes to the pool by another, so that the warp
+// keeps kPullSlots rows in flight and holds none in registers.
 //
 //   Waits     block_retired[b - ring] before it writes a row of block b: covers the slot's rows, meta and A2
-//             (schedule/persistent.py says why)
-//   Raises    rows_arrived[b] by one per row, release.gpu, after the row, its scales and its meta
+//             (schedule/persistent.py says why). It never blocks on this wait with rows unfinished: an earlier block
+//             may need them in order to retire.
+//   Raises    rows_arrived[b] by one per row, release.gpu, once the row, its scales and its meta are written
 #pragma once
 
+#include "megamoe/pipeline/ring.cuh"
+#include "megamoe/ptx/tma.cuh"
 #include "megamoe/schedule/units.cuh"
 
 namespace megamoe {
+
+constexpr uint32_t kScaleRowBytes = cfg::kInputScaleStride * 4;
 
 struct PoolRow {
     uint32_t block;
     uint32_t row_in_block;
     uint32_t src_rank;
     RouteEntry entry;
+
+    __device__ __forceinline__ uint32_t ring_slot() const { return block % cfg::kRingBlocks; }
+    __device__ __forceinline__ uint32_t ring_row() const { return ring_slot() * cfg::kBlockM + row_in_block; }
 };
 
-// Which source a row of an expert comes from, and which of its entries it is.
+// Which source a row of the pool comes from, and which of its entries it is.
 __device__ __forceinline__ PoolRow locate_row(const Cta& cta, const PoolPlan& plan, uint32_t row) {
     const uint32_t expert = find_segment(plan.rows_begin, cfg::kNumLocalExperts, row);
     uint32_t index = row - plan.rows_begin[expert];
@@ -43,66 +52,123 @@ __device__ __forceinline__ PoolRow broadcast(const PoolRow& row, uint32_t lane) 
             {__shfl_sync(kFullMask, row.entry.token_slot, lane), __shfl_sync(kFullMask, row.entry.weight, lane)}};
 }
 
-__device__ __forceinline__ void copy_payload(const uint8_t* source, uint8_t* destination) {
-    constexpr uint32_t kStride = kWarpSize * 16;
-#pragma unroll 1
-    for (uint32_t first = lane_id() * 16; first < cfg::kHiddenSize; first += cfg::kPullLoadsInFlight * kStride) {
-        uint4 v[cfg::kPullLoadsInFlight];
-#pragma unroll
-        for (uint32_t i = 0; i < cfg::kPullLoadsInFlight; ++i) {
-            const uint32_t column = first + i * kStride;
-            if (column < cfg::kHiddenSize) v[i] = ptx::ld_l2(reinterpret_cast<const uint4*>(source + column));
+// The buffers of one worker. All lanes call every function; turn t uses buffer t mod kPullSlots.
+struct Puller {
+    const Cta& cta;
+    uint32_t buffers;   // shared address
+    uint32_t barriers;  // one per buffer: one arrival with the row's bytes
+
+    __device__ __forceinline__ Puller(const Cta& cta_, const Ring& ring, uint32_t warp)
+        : cta(cta_),
+          buffers(ring.base + cfg::kSmemPull + warp * cfg::kPullSlots * cfg::kPullSlotBytes),
+          barriers(ring.base + cfg::kSmemPullBarriers + warp * cfg::kPullSlots * 8) {
+        if (lane_id() == 0) {
+            for (uint32_t slot = 0; slot < cfg::kPullSlots; ++slot) ptx::mbarrier_init(barriers + 8 * slot, 1);
+            ptx::fence_mbarrier_init();
+            ptx::fence_proxy_async_global();  // peers wrote their rows with ordinary stores
         }
-#pragma unroll
-        for (uint32_t i = 0; i < cfg::kPullLoadsInFlight; ++i) {
-            const uint32_t column = first + i * kStride;
-            if (column < cfg::kHiddenSize) *reinterpret_cast<uint4*>(destination + column) = v[i];
-        }
+        __syncwarp();
     }
+
+    __device__ __forceinline__ uint32_t buffer(uint32_t turn) const {
+        return buffers + turn % cfg::kPullSlots * cfg::kPullSlotBytes;
+    }
+    __device__ __forceinline__ uint32_t barrier(uint32_t turn) const { return barriers + turn % cfg::kPullSlots * 8; }
+
+    __device__ __forceinline__ void fetch(const PoolRow& row, uint32_t turn) const {
+        if (lane_id() != 0) return;
+        const Workspace source = cta.peer(row.src_rank);
+        const uint32_t token = row.entry.token_slot / cfg::kTopK;
+        ptx::mbarrier_arrive_expect_tx(barrier(turn), cfg::kHiddenSize + kScaleRowBytes);
+        ptx::bulk_load(buffer(turn), source.input_payload(token), cfg::kHiddenSize, barrier(turn));
+        ptx::bulk_load(buffer(turn) + cfg::kHiddenSize, source.input_scales(token), kScaleRowBytes, barrier(turn));
+    }
+
+    // Waits for the row and sends it on; false when the wait was aborted.
+    __device__ __forceinline__ bool store(const PoolRow& row, uint32_t turn) const {
+        if (!wait_mbarrier(cta.watchdog(), barrier(turn), turn / cfg::kPullSlots % 2)) return false;
+        if (lane_id() == 0) {
+            ptx::bulk_store(cta.workspace.pool_payload(row.ring_row()), buffer(turn), cfg::kHiddenSize);
+            ptx::bulk_commit_group();
+            *cta.workspace.pool_meta(row.ring_row()) = PoolMeta{row.src_rank, row.entry.token_slot, row.entry.weight, 0};
+        }
+        for (uint32_t k = lane_id(); k < cfg::kGemm1KBlocks; k += kWarpSize) {
+            float scale;
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(buffer(turn) + cfg::kHiddenSize + 4 * k) : "memory");
+            cta.workspace.pool_scales(row.ring_slot(), k)[row.row_in_block] = scale;
+        }
+        ptx::fence_proxy_async_global();  // GEMM1 reads the scales with bulk copies
+        ptx::fence_proxy_async_shared();  // the next row of this buffer overwrites them with one
+        return true;
+    }
+
+    // Tells GEMM1 that the oldest row that is not published is in its block; `kLater` rows were stored after it.
+    template <int kLater>
+    __device__ __forceinline__ void publish(const PoolRow& row) const {
+        __syncwarp();
+        if (lane_id() != 0) return;
+        ptx::bulk_wait_group<kLater>();
+        ptx::red_add_release_gpu(cta.workspace.rows_arrived(cta.epoch) + row.block, 1);
+    }
+};
+
+__device__ __forceinline__ const uint32_t* previous_block_retired(const Cta& cta, uint32_t block) {
+    return cta.workspace.block_retired(cta.epoch) + (block - cfg::kRingBlocks);
 }
 
-__device__ __forceinline__ void pull_row(const Cta& cta, const PoolRow& row) {
-    const Workspace source = cta.peer(row.src_rank);
-    const uint32_t token = row.entry.token_slot / cfg::kTopK;
-    const uint32_t ring_slot = row.block % cfg::kRingBlocks;
-    const uint32_t ring_row = ring_slot * cfg::kBlockM + row.row_in_block;
-    copy_payload(source.input_payload(token), cta.workspace.pool_payload(ring_row));
-    const float* scales = source.input_scales(token);
-    for (uint32_t k = lane_id(); k < cfg::kGemm1KBlocks; k += kWarpSize) {
-        const uint32_t bits = ptx::ld_l2(reinterpret_cast<const uint32_t*>(scales + k));
-        cta.workspace.pool_scales(ring_slot, k)[row.row_in_block] = __uint_as_float(bits);
-    }
-    if (lane_id() == 0) {
-        *cta.workspace.pool_meta(ring_row) = PoolMeta{row.src_rank, row.entry.token_slot, row.entry.weight, 0};
-    }
-    ptx::fence_proxy_async_global();  // GEMM1 reads the row with bulk copies
-    __syncwarp();
-    if (lane_id() == 0) ptx::red_add_release_gpu(cta.workspace.rows_arrived(cta.epoch) + row.block, 1);
+// Whether the block's ring slot may be written now.
+__device__ __forceinline__ bool ring_slot_is_free(const Cta& cta, uint32_t block) {
+    if (!cfg::kRingWraps || block < cfg::kRingBlocks) return true;
+    const bool free = reached(ptx::ld_acquire_gpu(previous_block_retired(cta, block)), cfg::kGemm2Arrivals);
+    return __all_sync(kFullMask, free);
 }
 
 __device__ __forceinline__ bool await_ring_slot(const Cta& cta, uint32_t block) {
-    if (!cfg::kRingWraps || block < cfg::kRingBlocks) return true;
-    const uint32_t previous = block - cfg::kRingBlocks;
-    const uint32_t* retired = cta.workspace.block_retired(cta.epoch) + previous;
-    return wait_until(cta.watchdog(), Phase::kDispatch, cta.rank, previous, cfg::kGemm2Arrivals,
-                      [=] { return ptx::ld_acquire_gpu(retired); });
+    const uint32_t* retired = previous_block_retired(cta, block);
+    const bool free = wait_until(cta.watchdog(), Phase::kDispatch, cta.rank, block - cfg::kRingBlocks,
+                                 cfg::kGemm2Arrivals, [=] { return ptx::ld_acquire_gpu(retired); });
+    return __all_sync(kFullMask, free);
 }
 
-__device__ __forceinline__ void dispatch_role(const Cta& cta, const PoolPlan& plan, uint32_t warp) {
+// Pulls `count` rows, lane i holding the i-th. `turn` counts the worker's rows. False: aborted.
+__device__ __forceinline__ bool pull_rows(const Puller& puller, const PoolRow& own, uint32_t count, uint32_t turn) {
+    uint32_t fetched = 0, stored = 0, published = 0;
+#pragma unroll 1
+    while (published < count) {
+        if (fetched < count && fetched - published < cfg::kPullSlots) {
+            const PoolRow row = broadcast(own, fetched);
+            if (ring_slot_is_free(puller.cta, row.block)) {
+                puller.fetch(row, turn + fetched++);
+                continue;
+            }
+            if (fetched == published) {  // nothing unfinished: may block
+                if (!await_ring_slot(puller.cta, row.block)) return false;
+                continue;
+            }
+        }
+        if (stored < fetched) {
+            if (!__all_sync(kFullMask, puller.store(broadcast(own, stored), turn + stored))) return false;
+            ++stored;
+            if (published + 1 < stored) puller.publish<1>(broadcast(own, published++));
+        } else {
+            puller.publish<0>(broadcast(own, published++));
+        }
+    }
+    return true;
+}
+
+__device__ __forceinline__ void dispatch_role(const Cta& cta, const PoolPlan& plan, const Ring& ring, uint32_t warp) {
     constexpr uint32_t kWorkers = cfg::kDispatchWarps * cfg::kCtasPerRank;
-    const uint32_t worker = warp * cfg::kCtasPerRank + cta.index;
+    const Puller puller(cta, ring, warp);
     const uint32_t num_rows = plan.num_rows();
-    for (uint32_t first = worker; first < num_rows; first += kWarpSize * kWorkers) {
+    uint32_t turn = 0;
+    for (uint32_t first = warp * cfg::kCtasPerRank + cta.index; first < num_rows; first += kWarpSize * kWorkers) {
         const uint32_t own_row = first + lane_id() * kWorkers;
         PoolRow own{};
         if (own_row < num_rows) own = locate_row(cta, plan, own_row);
         const uint32_t count = min(ceil_div(num_rows - first, kWorkers), kWarpSize);
-#pragma unroll 1
-        for (uint32_t i = 0; i < count; ++i) {
-            const PoolRow row = broadcast(own, i);
-            if (!__all_sync(kFullMask, await_ring_slot(cta, row.block))) return;
-            pull_row(cta, row);
-        }
+        if (!pull_rows(puller, own, count, turn)) return;
+        turn += count;
     }
 }
 

@@ -50,13 +50,14 @@ __device__ __forceinline__ void skip_tile(const KernelArguments& arguments, cons
     publish_tile(MathThread::identify(), flag + tile.block, loop.alive);
 }
 
-// Waits for the tile of `turn` and loads its weight scales; false at the end.
+// Waits for the tile of `turn` and asks for its weight scales; false at the end.
 __device__ __forceinline__ bool prepare_tile(const KernelArguments& arguments, const Ring& ring,
-                                             const TileQueue& queue, uint32_t turn, WeightScales& weight_scales) {
+                                             const TileQueue& queue, uint32_t turn) {
     queue.await(turn);
     const Tile tile = queue.read(turn);
     if (tile.is_end()) return false;
-    weight_scales.load(recall_cta(arguments, ring.facts()), MathThread::identify(), tile);
+    const MathThread thread = MathThread::identify();
+    WeightScales(ring, thread).fetch(recall_cta(arguments, ring.facts()), thread, tile);
     return true;
 }
 
@@ -76,8 +77,8 @@ __device__ __forceinline__ void end_call(const KernelArguments& arguments, const
 __device__ __forceinline__ void math_role(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
                                           const TileQueue& queue) {
     MainLoop loop(ring, MathThread::identify());
-    WeightScales weight_scales{};
-    bool more = prepare_tile(arguments, ring, queue, 0, weight_scales);
+    const WeightScales weight_scales(ring, MathThread::identify());
+    bool more = prepare_tile(arguments, ring, queue, 0);
     // What follows the last tile stands inside the loop: code after it made ptxas drop the register budget and spill
     // (2.5 times slower).
 #pragma unroll 1
@@ -90,13 +91,14 @@ __device__ __forceinline__ void math_role(const KernelArguments& arguments, cons
         if (has_only_padding(tile)) {
             skip_tile(arguments, ring, tile, loop);
             queue.release(turn);
-            more = prepare_tile(arguments, ring, queue, turn + 1, weight_scales);
+            more = prepare_tile(arguments, ring, queue, turn + 1);
             continue;
         }
         Accumulators sums;
+        weight_scales.await();
         start_tile(arguments, ring, queue, turn, loop);
         loop.multiply(tile.is_gemm2, weight_scales, sums);
-        more = prepare_tile(arguments, ring, queue, turn + 1, weight_scales);  // scales arrive during this epilogue
+        more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
         end_tile(arguments, plan, ring, queue, turn, sums, loop.alive);
         queue.release(turn);
     }
