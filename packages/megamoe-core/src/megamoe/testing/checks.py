@@ -24,6 +24,7 @@ from megamoe.testing.tolerances import (
     rel_l2,
     row_rel_l2,
     same_bits,
+    sampling_error,
 )
 
 
@@ -44,12 +45,13 @@ def check_oracle(problem: MoEProblem, outputs: Sequence[Tensor], oracle: Sequenc
     gate = ORACLE_GATES[QuantMode(problem.quant)]
     if problem.quant is QuantMode.BF16 and problem.transport is Transport.FP8_BLOCKWISE_1X32:
         gate = BF16_OVER_FP8_TRANSPORT
-    distance = rel_l2(got, expected)
-    assert distance < gate.rel_l2, f"relL2 {distance:.4g} from the oracle; the gate is {gate.rel_l2}"
+    slack = 1 + sampling_error(got.numel())
+    distance, limit = rel_l2(got, expected), gate.rel_l2 * slack
+    assert distance < limit, f"relL2 {distance:.4g} from the oracle; the gate is {limit:.4g}"
     _check_rows(got, expected, gate.row_rel_l2, "the oracle", outputs)
     if gate.calc_diff is not None:
-        difference = calc_diff(got, expected)
-        assert difference < gate.calc_diff, f"calc_diff {difference:.4g} from the oracle; the gate is {gate.calc_diff}"
+        difference, limit = calc_diff(got, expected), gate.calc_diff * slack**2
+        assert difference < limit, f"calc_diff {difference:.4g} from the oracle; the gate is {limit:.4g}"
 
 
 def check_staged(problem: MoEProblem, outputs: Sequence[Tensor], staged: Sequence[Tensor]) -> None:
