@@ -46,7 +46,7 @@ def test_taps_are_read_from_where_the_kernel_puts_them() -> None:
     for row in range(ring_rows):  # [block][I / 128][row of the block]
         for k_block in range(k_blocks):
             scales[(row // BLOCK_M * k_blocks + k_block) * BLOCK_M + row % BLOCK_M] = row + k_block / 8
-    gate_up = rows.unsqueeze(1) + torch.arange(2 * inter) / 1024
+    gate_up = torch.arange(sum(COUNTS) + 9).unsqueeze(1) + torch.arange(2 * inter) / 1024
 
     taps = read_taps(PROBLEM, layout, workspace, gate_up, COUNTS, BLOCK_M)
 
@@ -57,9 +57,9 @@ def test_taps_are_read_from_where_the_kernel_puts_them() -> None:
     assert torch.equal(taps.a2.payload.view(torch.uint8)[:, 0], (valid % 100).to(torch.uint8))
     assert taps.a2.scales is not None
     assert torch.equal(taps.a2.scales, valid.unsqueeze(1) + torch.tensor([0, 0.125]))
-    # Interleaved column 8 is up channel 0, which the packed order has at column I.
+    # Rows without padding. Interleaved column 8 is up channel 0, which the packed order has at column I.
     assert taps.gate_up is not None
-    assert torch.equal(taps.gate_up[:, inter], valid + 8 / 1024)
+    assert torch.equal(taps.gate_up[:, inter], torch.arange(sum(COUNTS)) + 8 / 1024)
 
 
 def test_a_rank_without_rows_has_no_taps() -> None:

@@ -29,7 +29,8 @@ def read_taps(
         problem: the layer.
         layout: of `workspace`.
         workspace: uint8, this rank's.
-        gate_up: `[ring rows, 2I]` FP32, gate and up interleaved by 8 columns.
+        gate_up: `[rows, 2I]` FP32, gate and up interleaved by 8 columns; the received rows without padding between
+            experts, then whatever.
         counts: rows that each local expert received.
         block_m: rows of a block of the kernel that ran.
     """
@@ -44,7 +45,7 @@ def read_taps(
         src_rank=meta[:, 0].clone(),
         src_pick=meta[:, 1].clone(),
         local_expert=experts.to(workspace.device),
-        gate_up=INTERLEAVED_8.invert(gate_up[rows]),
+        gate_up=INTERLEAVED_8.invert(gate_up[: len(rows)]),
         a2=Quantized(
             payload=payload.view(torch.float8_e4m3fn),
             scales=_scales(layout, workspace, inter // BLOCK_K, block_m)[rows],

@@ -11,7 +11,7 @@ kind="${1:?one, two or faults}"
 shift
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 export MEGAMOE_CACHE_DIR="${MEGAMOE_CACHE_DIR:-/tmp/megamoe-cache}"
-matrix=(python3 -m pytest -p claim -p megamoe.testing.plugin --backend=cuda --pyargs megamoe.testing.conformance)
+matrix=(python3 -m pytest -p claim -p distances -p megamoe.testing.plugin --backend=cuda --pyargs megamoe.testing.conformance)
 options=(-q --tb=short -ra --timeout=120 -p no:cacheprovider)
 status=0
 

@@ -17,10 +17,11 @@ import torch
 from megamoe.backend import VirtualRanks
 from megamoe.errors import MegaMoETimeoutError, WorkspaceError
 from megamoe.problem import MoEProblem
+from megamoe.reference.oracle import oracle
 from megamoe.reference.staged import staged
 from megamoe.schedule.device_spec import H200
 from megamoe.tensors import ExpertWeights
-from megamoe.testing.data import make_weights, shard
+from megamoe.testing.data import make_weights, shard, with_tensors
 from megamoe.testing.tolerances import rel_l2
 from megamoe_cuda import backend as cuda_backend
 from megamoe_cuda.backend import CudaBackend
@@ -34,6 +35,7 @@ PROBLEM = MoEProblem(
 SINGLE = replace(PROBLEM, ep_size=1, num_experts=8)
 BACKEND = CudaBackend()
 HOST_BUDGET_S = 25e-6  # of one forward
+UNFUSED_BOUND = 0.08  # three roundings in quadrature: 0.068
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,10 @@ def experts(problem: MoEProblem) -> list[ExpertWeights]:
     return shard(make_weights(problem, torch.device("cuda")), problem.ep_size)
 
 
+def on_cpu(weights: ExpertWeights) -> ExpertWeights:
+    return with_tensors(weights, {name: tensor.cpu() for name, tensor in weights.tensors()})
+
+
 def call_all(session: Any, problem: MoEProblem, weights: list[Any], num_tokens: int, seed: int = 0) -> torch.Tensor:
     calls = [make_call(problem, num_tokens, seed + rank) for rank in range(problem.ep_size)]
     hidden, ids, router = (list(part) for part in zip(*calls, strict=True))
@@ -70,7 +76,7 @@ def test_result_is_the_staged_references() -> None:
         got = call_all(session, PROBLEM, weights, 100)
     calls = [make_call(PROBLEM, 100, rank) for rank in range(2)]
     hidden, ids, router = ([x.cpu() for x in part] for part in zip(*calls, strict=True))
-    shares = shard(make_weights(PROBLEM, torch.device("cpu")), 2)
+    shares = [on_cpu(share) for share in experts(PROBLEM)]
     expected = torch.cat(staged(PROBLEM, hidden, ids, router, shares).outputs)
     assert rel_l2(got.cpu().float(), expected.float()) < 0.01
 
@@ -210,7 +216,8 @@ def test_a_peer_that_never_comes_ends_in_a_named_timeout_and_reset_recovers() ->
 
 
 def test_the_unfused_peer_computes_the_layer(tmp_path: Path) -> None:
-    """The benchmark's peer is coarser in its scales, and otherwise the same layer."""
+    """The benchmark's peer quantises its weights once more, by channel: about 0.04 at w13 and 0.026 at w2, beside the
+    mode's own 0.048 (megamoe.testing.tolerances)."""
     import torch.distributed as dist
 
     from megamoe_cuda.bench.inputs import make_experts, make_inputs
@@ -223,11 +230,16 @@ def test_the_unfused_peer_computes_the_layer(tmp_path: Path) -> None:
         assert dist.group.WORLD is not None
         peer = UnfusedPeer(SINGLE, dist.group.WORLD, weights)
         peer.load(inputs)
-        got = peer.call()
-        with BACKEND.open(BACKEND.plan(SINGLE)) as session:
-            expected = session.forward(
-                inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, session.prepare(weights)
-            )
-        assert rel_l2(got.float(), expected.float()) < 0.06
+        got = peer.call().cpu()
+        expected = oracle(
+            SINGLE,
+            inputs.hidden_states.cpu(),
+            inputs.topk_ids.cpu(),
+            inputs.topk_weights.cpu(),
+            [on_cpu(weights)],
+        )
+        distance = rel_l2(got.float(), expected.float())
+        print(f"unfused peer: relL2 {distance:.4f} from the oracle")
+        assert distance < UNFUSED_BOUND
     finally:
         dist.destroy_process_group()

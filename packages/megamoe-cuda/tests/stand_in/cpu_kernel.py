@@ -135,13 +135,14 @@ def _received(problem: MoEProblem, ids: Sequence[Tensor]) -> Tensor:
 
 
 def _store_taps(config: KernelConfig, workspace: int, call: RankCall, counts: list[int], taps: StageTaps) -> None:
-    """As the kernel leaves them: ring rows, gate and up interleaved, scales transposed within a block."""
+    """As the kernel leaves them: in ring rows, scales transposed within a block; GEMM1's accumulators without padding
+    between experts, gate and up interleaved."""
     assert config.tap_gemm1
     assert not config.ring_wraps
     block_m, ring_rows, inter = config.tile.block_m, config.ring.num_rows, config.intermediate_size
     layout, rows = kernel_workspace(config), pool_rows(counts, block_m)
     assert taps.gate_up is not None
-    at(call.gemm1_tap, torch.float32, ring_rows, 2 * inter)[rows] = INTERLEAVED_8.apply(taps.gate_up)
+    at(call.gemm1_tap, torch.float32, len(rows), 2 * inter).copy_(INTERLEAVED_8.apply(taps.gate_up))
     meta = at(workspace + layout.offset("pool_meta"), torch.int32, ring_rows, 4)
     meta[rows, 0], meta[rows, 1] = taps.src_rank.int(), taps.src_pick.int()
     payload = at(workspace + layout.offset("a2_payload"), torch.uint8, ring_rows, inter)

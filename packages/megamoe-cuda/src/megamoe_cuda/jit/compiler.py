@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from megamoe.errors import BackendError
 from megamoe_cuda.jit.codegen import INCLUDE_DIR, kernel_source
 from megamoe_cuda.kernel_config import KernelConfig
+from megamoe_cuda.probe import compiler_version
 from megamoe_cuda.smem_budget import shared_memory
 
 ARCH = "sm_90a"
 PTXAS_OPTIONS = ("-v",)
+CACHING_NVRTC = (12, 9)
+"""The first NVRTC that keeps what it compiled, and whose --no-cache tells it not to: a hit leaves ptxas' log empty."""
 
 
 class KernelCompileError(BackendError):
@@ -57,6 +60,7 @@ def compile_kernel(config: KernelConfig) -> CompiledKernel:
         include_path=str(INCLUDE_DIR),
         fma=False,  # contraction is explicit, so that bits do not depend on the tile shape
         ptxas_options=list(PTXAS_OPTIONS),
+        no_cache=True if compiler_version() >= CACHING_NVRTC else None,
     )
     try:
         code = Program(kernel_source(config), "c++", options).compile("cubin", logs=log)
