@@ -49,8 +49,8 @@ class RankCall(NamedTuple):
         num_tokens: tokens, at most T; with `device_num_tokens`, the most that it may say.
         device_num_tokens: uint32 scalar, read by the kernel; rows of `out` past it are not written.
         expert_counts: `[E_local]` uint32, receives the rows per local expert; or 0.
-        gemm1_tap: `[rows, 2I]` FP32, receives GEMM1's accumulators, experts in order and no padding between them (kernels
-            compiled with `tap_gemm1`); or 0.
+        gemm1_tap: `[rows, 2I]` FP32, receives GEMM1's accumulators, experts in order and no padding between them
+            (kernels compiled with `tap_gemm1`); or 0.
         trace: `[ctas_per_rank, len(TRACE_POINTS)]` uint64, receives times in ns (kernels compiled with `trace`); or 0.
     """
 

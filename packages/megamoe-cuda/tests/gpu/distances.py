@@ -1,5 +1,7 @@
-"""pytest plugin: writes how far each case of the matrix was from its references, `-p distances`, a JSON line per case to
-$OUT/distances.jsonl. The bounds of megamoe.testing.tolerances were calibrated with it."""
+"""pytest plugin `-p distances`: writes how far each case of the matrix was from its references.
+
+A JSON line per check goes to $OUT/distances.jsonl; the bounds of megamoe.testing.tolerances are calibrated with it.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ def check_taps(problem: MoEProblem, taps: Sequence[StageTaps | None], staged: Se
 
 
 def of_taps(order: Tensor, got: StageTaps, expected: StageTaps) -> dict[str, float]:
-    assert got.gate_up is not None and expected.gate_up is not None
-    assert got.a2.scales is not None and expected.a2.scales is not None
+    assert got.gate_up is not None
+    assert expected.gate_up is not None
+    assert got.a2.scales is not None
+    assert expected.a2.scales is not None
     steps = checks._code_steps(got.a2, expected.a2, order)
     theirs = expected.a2.scales.cpu()
     return {
