@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from megamoe.backend import Capability
 from megamoe.testing.cases import Case, InputKind
 from megamoe.testing.checks import check_oracle, check_receive_counts, check_shape, check_staged, check_taps
@@ -38,13 +40,16 @@ def _gates_apply(case: Case, calls: Sequence[Call]) -> bool:
     """The gates are stated for Gaussian activations, and for rows that are about as large as their terms."""
     gaussian = case.inputs in (InputKind.GAUSSIAN, InputKind.ZERO_BLOCKS)
     num_experts = case.problem.num_experts
-    num_weights = max(num_experts // 2, 1) if case.routing == "redundant" else num_experts
-    return gaussian and not any(_terms_cancel(call, num_weights) for call in calls)
+    first_copy = num_experts - num_experts // 2 if case.routing == "redundant" else num_experts
+    return gaussian and not any(_terms_cancel(call, first_copy) for call in calls)
 
 
-def _terms_cancel(call: Call, num_weights: int) -> bool:
-    """Whether a row picks the same weights twice with opposite signs: the terms cancel, their noise stays."""
-    ids = (call.topk_ids % num_weights).masked_fill(call.topk_ids < 0, -1)
+def _terms_cancel(call: Call, first_copy: int) -> bool:
+    """Whether a row picks the same weights twice with opposite signs: the terms cancel, their noise stays.
+
+    Experts from `first_copy` on are copies of those from 0 on.
+    """
+    ids = torch.where(call.topk_ids >= first_copy, call.topk_ids - first_copy, call.topk_ids)
     same = (ids.unsqueeze(1) == ids.unsqueeze(2)) & (ids >= 0).unsqueeze(1)
     opposite = call.topk_weights.unsqueeze(1) * call.topk_weights.unsqueeze(2) < 0
     return bool((same & opposite).any())
