@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megamoe.errors import ConfigError
-from megamoe_rocm.heuristics import buckets, tile_for, tile_named, tiles_of
+from megamoe.problem import MoEProblem
+from megamoe_rocm.heuristics import buckets, session_config, tile_for, tiles_of
 
 
 def test_every_bucket_says_where_its_numbers_come_from() -> None:
@@ -30,10 +31,36 @@ def test_a_session_knows_all_tiles_that_its_calls_can_use() -> None:
         assert {tile.name for tile in tiles} == used
 
 
-def test_a_pinned_tile() -> None:
-    assert tile_named("m64").block_m == 64
+def small_problem(capacity: int) -> MoEProblem:
+    return MoEProblem(
+        hidden_size=512,
+        intermediate_size=256,
+        num_experts=8,
+        top_k=2,
+        num_max_tokens_per_rank=capacity,
+        ep_size=2,
+        quant="a4w4",
+    )
+
+
+def test_a_pinned_tile_serves_every_call() -> None:
+    problem = small_problem(4096)
+    config = session_config(problem, "m64")
+    assert {config.pick(problem, count)[0].name for count in (0, 100, 4096)} == {"m64"}
+    assert config.token_counts(problem) == (4096,)
     with pytest.raises(ConfigError, match="m32 or m64 or m128"):
-        tile_named("m16")
+        session_config(problem, "m16")
+
+
+@pytest.mark.parametrize("capacity", [1, 128, 129, 3000])
+def test_an_automatic_session_has_a_ring_for_each_tile_that_it_picks(capacity: int) -> None:
+    problem = small_problem(capacity)
+    config = session_config(problem, None)
+    for count in range(0, capacity + 1, 64):
+        tile, ring = config.pick(problem, count)
+        assert ring.block_m == tile.block_m
+    picked = {config.pick(problem, count)[0] for count in config.token_counts(problem)}
+    assert picked == set(config.tiles)
 
 
 @pytest.mark.parametrize(
@@ -51,4 +78,4 @@ def test_a_pinned_tile() -> None:
 )
 def test_tiles_that_cannot_work_are_refused(changes: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        replace(tile_named("m32"), **changes)
+        replace(buckets()[0].tile, **changes)

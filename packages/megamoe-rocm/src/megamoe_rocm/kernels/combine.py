@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe_rocm.kernels.flags import STATUS_WORDS, arrive, call_epoch, wait_for
+from megamoe_rocm.kernels.flags import STATUS_WORDS, arrive, call_epoch, wait_for_ranks
 from megamoe_rocm.kernels.numerics import bf16_bits, bf16_to_float, decode_e4m3, scale_value
 
 COMBINE = tl.constexpr(6)  # place in launch.PHASES
@@ -37,6 +37,7 @@ def combine_rows(
     FP8_TRANSPORT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
     WAVES: tl.constexpr,
 ):
     """`out[t] = bf16(((0 + row of slot 0) + row of slot 1) + ...)`; a program takes `ROWS` tokens, `COLUMNS` columns.
@@ -52,9 +53,7 @@ def combine_rows(
         report: `[STATUS_WORDS]` int32 that the host can read; receives `status` after a time-out.
     """
     call = call_epoch(epoch)
-    for step in range(ep_size):
-        owner = (rank + step) % ep_size
-        wait_for(rank_finished + owner, call, polls, status, rank, owner, COMBINE, call, owner, "sys")
+    wait_for_ranks(rank_finished, call, ep_size, polls, status, rank, COMBINE, RANKS)
 
     num_tokens = tl.minimum(tl.load(device_num_tokens), num_rows)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -36,6 +36,7 @@ def pull_rows(
     FP4: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
     WORDS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
@@ -52,17 +53,17 @@ def pull_rows(
     expert_row = tl.load(block_table + block * 4 + 1) + first_row
     num_rows = tl.minimum(tl.load(block_table + block * 4 + 2) - first_row, ROWS)
     row = tl.arange(0, ROWS)
-    src = tl.zeros([ROWS], tl.int32)
-    entry = tl.zeros([ROWS], tl.int32)
-    begin = 0
-    for step in range(ep_size):
-        source = (rank + step) % ep_size
-        num = tl.load(route_counts + source * num_local_experts + expert)
-        is_from = (expert_row + row >= begin) & (expert_row + row < begin + num)
-        src = tl.where(is_from, source, src)
-        first_entry = tl.load(first_entries + source * num_local_experts + expert)
-        entry = tl.where(is_from, first_entry + expert_row + row - begin, entry)
-        begin += num
+    # Sources in the order of this expert's rows; `end` is the number of rows up to and with each.
+    step = tl.arange(0, RANKS)
+    source = (rank + step) % ep_size
+    of_expert = source * num_local_experts + expert
+    num = tl.load(route_counts + of_expert, mask=step < ep_size, other=0)
+    end = tl.cumsum(num, axis=0)
+    first_entry = tl.load(first_entries + of_expert, mask=step < ep_size, other=0)
+    place = tl.expand_dims(expert_row + row, 1)
+    is_from = (place < tl.expand_dims(end, 0)) & (place >= tl.expand_dims(end - num, 0))
+    src = tl.sum(tl.where(is_from, tl.expand_dims(source, 0), 0), axis=1)
+    entry = tl.sum(tl.where(is_from, place + tl.expand_dims(first_entry - (end - num), 0), 0), axis=1)
 
     is_row = row < num_rows
     record = tl.load(route_entries + src.to(tl.int64) * entries_per_src + entry, mask=is_row, other=0)

@@ -32,26 +32,50 @@ def reached(value, target):
 
 
 @triton.jit
-def wait_for(flag, target, polls, status, rank, peer, phase, epoch, index, SCOPE: tl.constexpr):
-    """Poll `flag` until it reaches `target`, at most `polls` times; then give up and say so in `status`.
+def give_up(status, rank, peer, phase, epoch, index, value, target):
+    """Say in `status` what a wait has waited for, unless another wait has given up before."""
+    if tl.atomic_cas(status, 0, 1, sem="relaxed", scope="gpu") == 0:
+        tl.store(status + 1, rank)
+        tl.store(status + 2, peer)
+        tl.store(status + 3, phase)
+        tl.store(status + 4, epoch)
+        tl.store(status + 5, index)
+        tl.store(status + 6, value)
+        tl.store(status + 7, target)
+
+
+@triton.jit
+def wait_for(flag, target, polls, status, rank, phase, epoch, index):
+    """Poll a counter of this rank until it reaches `target`, at most `polls` times; then give up and say so in `status`.
 
     Once a wait of this rank has given up, none waits any more, and the rank's results mean nothing: `combine` writes
-    NaN. `peer`, `phase` and `index` are what the time-out's message names.
+    NaN. `phase` and `index` are what the time-out's message names.
     """
-    value = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
+    value = tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
     left = tl.where(tl.load(status, volatile=True) == 0, polls, 0)
     while (reached(value, target) == 0) & (left > 0):
-        value = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
+        value = tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
         left -= 1
-    if reached(value, target) == 0:  # noqa: SIM102  # joined by `and`, the exchange would always be made
-        if tl.atomic_cas(status, 0, 1, sem="relaxed", scope="gpu") == 0:
-            tl.store(status + 1, rank)
-            tl.store(status + 2, peer)
-            tl.store(status + 3, phase)
-            tl.store(status + 4, epoch)
-            tl.store(status + 5, index)
-            tl.store(status + 6, value)
-            tl.store(status + 7, target)
+    if reached(value, target) == 0:
+        give_up(status, rank, rank, phase, epoch, index, value, target)
+
+
+@triton.jit
+def wait_for_ranks(flags, epoch, ep_size, polls, status, rank, phase, RANKS: tl.constexpr):
+    """Poll the epoch flags of all ranks, `flags` `[ep_size]`, as `wait_for` does, until each has this call's epoch."""
+    peer = tl.arange(0, RANKS)
+    is_rank = peer < ep_size
+    values = tl.atomic_add(flags + peer, tl.zeros([RANKS], tl.int32), mask=is_rank, sem="acquire", scope="sys")
+    num_late = tl.sum((is_rank & (reached(values, epoch) == 0)).to(tl.int32), axis=0)
+    left = tl.where(tl.load(status, volatile=True) == 0, polls, 0)
+    while (num_late > 0) & (left > 0):
+        values = tl.atomic_add(flags + peer, tl.zeros([RANKS], tl.int32), mask=is_rank, sem="acquire", scope="sys")
+        num_late = tl.sum((is_rank & (reached(values, epoch) == 0)).to(tl.int32), axis=0)
+        left -= 1
+    if num_late > 0:
+        late = tl.min(tl.where(is_rank & (reached(values, epoch) == 0), peer, RANKS), axis=0)
+        value = tl.sum(tl.where(peer == late, values, 0), axis=0)
+        give_up(status, rank, late, phase, epoch, late, value, epoch)
 
 
 @triton.jit
@@ -74,9 +98,10 @@ def peer_address(peers, rank, offset):
 
 
 @triton.jit
-def publish(peers, rank, ep_size, offset, epoch):
-    """Set word `rank` of the epoch flags at `offset` on every rank, one's own first. Release at system scope."""
-    for step in range(ep_size):
-        peer = (rank + step) % ep_size
-        word = (peer_address(peers, peer, offset) + rank * 4).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(word, epoch, sem="release", scope="sys")
+def publish(peers, rank, ep_size, offset, epoch, RANKS: tl.constexpr):
+    """Set word `rank` of the epoch flags at `offset` on every rank. Release at system scope."""
+    peer = tl.arange(0, RANKS)
+    is_rank = peer < ep_size
+    word = tl.load(peers + peer, mask=is_rank, other=0) + offset + rank * 4
+    value = tl.zeros([RANKS], tl.int32) + epoch
+    tl.atomic_xchg(word.to(tl.pointer_type(tl.int32)), value, mask=is_rank, sem="release", scope="sys")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megamoe_rocm.kernels.dispatch import pull_rows
-from megamoe_rocm.kernels.flags import arrive, call_epoch, wait_for
+from megamoe_rocm.kernels.flags import arrive, call_epoch, wait_for, wait_for_ranks
 from megamoe_rocm.kernels.layouts import scale_offset
 from megamoe_rocm.kernels.main_loop import multiply
 from megamoe_rocm.kernels.numerics import quantize_blocks
@@ -33,8 +33,9 @@ def swiglu(gate_up, limit, ROWS: tl.constexpr, CHANNELS: tl.constexpr, OAI: tl.c
     gate, up = tl.split(tl.permute(split, [0, 1, 4, 2, 5, 3]))
     gate = tl.reshape(gate, [ROWS, CHANNELS])
     up = tl.reshape(up, [ROWS, CHANNELS])
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
     if OAI:
         y = gate / (1.0 + tl.exp(gate * -1.702)) * (up + 1.0)
     else:
@@ -57,12 +58,13 @@ def store_a2(
     STORE_CACHE: tl.constexpr,
 ):
     """Requantise `[BLOCK_M, CHANNELS]` per 1x32 and store the first `num_rows` rows into a ring slot of A2."""
-    payload, scales = quantize_blocks(y, BLOCK_M, CHANNELS, FP4)
-    PER_BYTE: tl.constexpr = 2 if FP4 else 1
+    words, scales = quantize_blocks(y, BLOCK_M, CHANNELS, FP4)
+    PER_WORD: tl.constexpr = 8 if FP4 else 4
     row = tl.expand_dims(tl.arange(0, BLOCK_M), 1)
-    byte = tl.expand_dims(first_channel // PER_BYTE + tl.arange(0, CHANNELS // PER_BYTE), 0)
-    inside = (row < num_rows) & (byte * PER_BYTE < intermediate_size)
-    tl.store(a2_payload + row * payload_stride + byte, payload, mask=inside, cache_modifier=STORE_CACHE)
+    word = tl.expand_dims(first_channel // PER_WORD + tl.arange(0, CHANNELS // PER_WORD), 0)
+    inside = (row < num_rows) & (word * PER_WORD < intermediate_size)
+    target = (a2_payload + row * payload_stride).to(tl.pointer_type(tl.int32)) + word
+    tl.store(target, words, mask=inside, cache_modifier=STORE_CACHE)
     block = tl.expand_dims(first_channel // 32 + tl.arange(0, CHANNELS // 32), 0)
     inside = (row < num_rows) & (block * 32 < intermediate_size)
     tl.store(a2_scales + scale_offset(row, block, intermediate_size), scales, mask=inside, cache_modifier=STORE_CACHE)
@@ -121,6 +123,7 @@ def dispatch_gemm1(
     PULL_ROWS: tl.constexpr,
     PULL_WORDS: tl.constexpr,
     PULL_SCALES: tl.constexpr,
+    RANKS: tl.constexpr,
     UNITS_PER_TICKET: tl.constexpr,
     WAVES: tl.constexpr,
     WEIGHT_CACHE: tl.constexpr,
@@ -138,9 +141,7 @@ def dispatch_gemm1(
         gate_up_tap: `[ring rows, 2I]` FP32; receives the accumulators if TAP.
     """
     call = call_epoch(epoch)
-    for step in range(ep_size):
-        src = (rank + step) % ep_size
-        wait_for(counts_published + src, call, polls, status, rank, src, DISPATCH, call, src, "sys")
+    wait_for_ranks(counts_published, call, ep_size, polls, status, rank, DISPATCH, RANKS)
     arrived = rows_arrived + (call & 1) * counter_words + first_block
     tickets = launch_counters + (call & 1) * launch_words + ticket
 
@@ -183,12 +184,13 @@ def dispatch_gemm1(
                         FP4,
                         BLOCK_M,
                         PULL_ROWS,
+                        RANKS,
                         PULL_WORDS,
                         PULL_SCALES,
                     )
                     arrive(arrived + slot, pulled, WAVES, "gpu")
             else:
-                wait_for(arrived + slot, num_rows * WAVES, polls, status, rank, rank, GEMM1, call, block, "gpu")
+                wait_for(arrived + slot, num_rows * WAVES, polls, status, rank, GEMM1, call, block)
                 expert = tl.load(block_table + block * 4).to(tl.int64)
                 first_row = tl.cast(slot, tl.int64) * BLOCK_M
                 acc = multiply(

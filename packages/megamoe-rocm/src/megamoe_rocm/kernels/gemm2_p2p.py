@@ -27,17 +27,18 @@ def send_rows(
 
     bf16: 2 H bytes a row. FP8: H bytes of e4m3, then H / 32 scale bytes; H + H / 32 bytes move.
     """
-    column = tl.expand_dims(first_column + tl.arange(0, BLOCK_N), 0)
     is_row = tl.expand_dims(is_row, 1)
     home_row = tl.expand_dims(home_row, 1)
     if FP8:
-        payload, scales = quantize_blocks(rows, BLOCK_M, BLOCK_N, False)
-        target = home_row.to(tl.pointer_type(tl.uint8))
-        tl.store(target + column, payload, mask=is_row & (column < hidden_size), cache_modifier=".wt")
+        words, scales = quantize_blocks(rows, BLOCK_M, BLOCK_N, False)
+        word = tl.expand_dims(first_column // 4 + tl.arange(0, BLOCK_N // 4), 0)
+        target = home_row.to(tl.pointer_type(tl.int32)) + word
+        tl.store(target, words, mask=is_row & (word * 4 < hidden_size), cache_modifier=".wt")
         block = tl.expand_dims(first_column // 32 + tl.arange(0, BLOCK_N // 32), 0)
-        inside = is_row & (block * 32 < hidden_size)
-        tl.store(target + hidden_size + block, scales, mask=inside, cache_modifier=".wt")
+        target = home_row.to(tl.pointer_type(tl.uint8)) + hidden_size + block
+        tl.store(target, scales, mask=is_row & (block * 32 < hidden_size), cache_modifier=".wt")
     else:
+        column = tl.expand_dims(first_column + tl.arange(0, BLOCK_N), 0)
         target = home_row.to(tl.pointer_type(tl.uint16)) + column
         tl.store(target, bf16_bits(rows), mask=is_row & (column < hidden_size), cache_modifier=".wt")
 
@@ -80,6 +81,7 @@ def gemm2_p2p(
     TILE_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RANKS: tl.constexpr,
     UNITS_PER_TICKET: tl.constexpr,
     WAVES: tl.constexpr,
     WEIGHT_CACHE: tl.constexpr,
@@ -146,4 +148,4 @@ def gemm2_p2p(
     if is_last != 0:
         before = arrive(counters + join, 1, WAVES, "sys")
         if (before == WAVES * tl.num_programs(0) - 1) & (tl.load(status, volatile=True) == 0):
-            publish(peers, rank, ep_size, finished_offset, call)
+            publish(peers, rank, ep_size, finished_offset, call, RANKS)

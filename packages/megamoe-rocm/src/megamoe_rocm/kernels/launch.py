@@ -32,7 +32,7 @@ PHASES = tuple(Phase)
 WAVES = 4  # of the launches other than the persistent stages
 PICKS = 256  # picks of one program of the routing kernels
 EXPERTS = 64  # experts that routing and planning handle at a time; more take several turns
-RANKS = 8  # ranks that planning handles at a time: GPUs of one node
+RANKS = 8  # ranks at most: GPUs of one node
 BLOCKS = 64  # blocks that planning handles at a time
 ROWS, COLUMNS = 8, 1024  # tokens and columns of one program of quantisation and combine
 PULL_WORDS, PULL_SCALES = 256, 256  # words and scale bytes of a row that one step of a pull moves
@@ -211,7 +211,7 @@ class RankCall:
                 "launch_words": launch_words(self.rings),
                 "join": int(LaunchCounter.ROUTED),
             },
-            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "WAVES": WAVES},
+            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "RANKS": RANKS, "WAVES": WAVES},
         )
 
     def plan(self) -> Launch:
@@ -285,6 +285,7 @@ class RankCall:
                 "PULL_ROWS": tile.pull_rows,
                 "PULL_WORDS": PULL_WORDS,
                 "PULL_SCALES": PULL_SCALES,
+                "RANKS": RANKS,
                 "UNITS_PER_TICKET": tile.units_per_ticket,
                 "WAVES": tile.num_warps,
                 "WEIGHT_CACHE": tile.weight_cache,
@@ -334,6 +335,7 @@ class RankCall:
                 "TILE_M": tile.gemm2_block_m,
                 "BLOCK_N": tile.gemm2_block_n,
                 "BLOCK_K": SCALE_BLOCK_COLUMNS,
+                "RANKS": RANKS,
                 "UNITS_PER_TICKET": tile.units_per_ticket,
                 "WAVES": tile.num_warps,
                 "WEIGHT_CACHE": tile.weight_cache,
@@ -366,7 +368,7 @@ class RankCall:
                 "join": int(LaunchCounter.COMBINED),
                 "polls": self.polls,
             },
-            constants={"FP8_TRANSPORT": self._fp8_transport, "ROWS": ROWS, "COLUMNS": COLUMNS, "WAVES": WAVES},
+            constants={"FP8_TRANSPORT": self._fp8_transport, "ROWS": ROWS, "COLUMNS": COLUMNS, "RANKS": RANKS, "WAVES": WAVES},
         )
 
     # -- parts of them ------------------------------------------------------------------------------------------

@@ -29,10 +29,11 @@ def bf16_to_float(x):
 
 @triton.jit
 def bf16_bits(x):
-    """FP32 to the bits of BF16, uint16: nearest, ties to even; NaN becomes 0x7FC0."""
+    """FP32 to the bits of BF16, uint16: nearest, ties to even. NaN stays NaN if it is quiet, as arithmetic makes it."""
     bits = float_bits(x)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000)
+    rounded = (magnitude + (0x7FFF + ((magnitude >> 16) & 1))) >> 16
+    return (rounded | ((bits >> 16) & 0x8000)).to(tl.uint16)
 
 
 @triton.jit
@@ -65,41 +66,36 @@ def scale_reciprocal(byte):
 
 
 @triton.jit
-def round_magnitude(
-    magnitude, SHIFT: tl.constexpr, BIAS: tl.constexpr, FIRST_NORMAL: tl.constexpr, ADDEND: tl.constexpr
-):
-    """Code without sign of FP32 magnitudes that the element can hold: nearest, ties to even.
+def encode_element(x, MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr):
+    """Finite FP32 to the element's code and sign-free bits, int32: nearest even, saturating.
+
+    Adding a power of two whose ulp is the element's step at this magnitude makes the FP32 adder round. Multiplied by
+    2^(its bias - 127), the rounded value has the element's exponent and mantissa as its top bits, subnormal ones too.
+    No comparison is made: each would cost a mask per value.
 
     Args:
+        MAX, MIN_NORMAL: FP32 bits of the element's largest value and smallest normal one.
         SHIFT: mantissa bits that FP32 has more.
-        BIAS: 127 minus the element's exponent bias, above its mantissa bits.
-        FIRST_NORMAL: FP32 bits of its smallest normal number. From there on the mantissa is cut, with rounding.
-        ADDEND: the power of two whose ulp is the element's smallest step. Below, adding it makes the FP32 adder round.
+        SCALE: 2^(bias - 127).
     """
-    bits = float_bits(magnitude)
-    normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - BIAS
-    subnormal = float_bits(magnitude + ADDEND) & 0x7FFFFF
-    return tl.where(bits >= FIRST_NORMAL, normal, subnormal)
+    bits = tl.minimum(float_bits(x) & 0x7FFFFFFF, MAX)
+    step = (tl.maximum(bits & 0x7F800000, MIN_NORMAL) + (SHIFT << 23)).to(tl.float32, bitcast=True)
+    rounded = (bits.to(tl.float32, bitcast=True) + step) - step
+    return float_bits(rounded * SCALE) >> SHIFT
 
 
 @triton.jit
 def encode_e2m1(x):
-    """FP32 to e2m1 codes 0 to 15, int32: nearest even, saturating at 6, NaN becomes 7."""
-    bits = float_bits(x)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x40C00000).to(tl.float32, bitcast=True)  # 6
-    code = round_magnitude(magnitude, 22, 252, 0x3F800000, 4194304.0) | ((bits >> 28) & 8)
-    return tl.where(is_nan, 7, code)
+    """Finite FP32 to e2m1 codes 0 to 15, int32."""
+    code = encode_element(x, 0x40C00000, 0x3F800000, 22, 1.1754943508222875e-38)  # 6, 1; 2^-126
+    return code | ((float_bits(x) >> 28) & 8)
 
 
 @triton.jit
 def encode_e4m3(x):
-    """FP32 to e4m3fn codes 0 to 255, int32: nearest even, saturating at 448, NaN becomes 0x7F."""
-    bits = float_bits(x)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000).to(tl.float32, bitcast=True)  # 448
-    code = round_magnitude(magnitude, 20, 960, 0x3C800000, 16384.0) | ((bits >> 24) & 0x80)
-    return tl.where(is_nan, 0x7F, code)
+    """Finite FP32 to e4m3fn codes 0 to 255, int32."""
+    code = encode_element(x, 0x43E00000, 0x3C800000, 20, 7.52316384526264e-37)  # 448, 2^-6; 2^-120
+    return code | ((float_bits(x) >> 24) & 0x80)
 
 
 @triton.jit
@@ -113,21 +109,32 @@ def decode_e4m3(code):
 
 
 @triton.jit
+def join_columns(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """`[ROWS, COLUMNS / 2]` of int32 codes `[ROWS, COLUMNS]` of `BITS` bits: the even column in the low half."""
+    low, high = tl.split(tl.reshape(codes, [ROWS, COLUMNS // 2, 2]))
+    return low | (high << BITS)
+
+
+@triton.jit
 def quantize_blocks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP4: tl.constexpr):
     """Quantise FP32 `[ROWS, COLUMNS]` per 1x32, scales rounded up.
 
     Returns:
-        uint8 `[ROWS, COLUMNS / 2]` (FP4, the even column in the low nibble) or `[ROWS, COLUMNS]` (FP8), and uint8
-        scales `[ROWS, COLUMNS / 32]`.
+        the payload as int32 words, `[ROWS, COLUMNS / 8]` (FP4) or `[ROWS, COLUMNS / 4]` (FP8), lower columns in lower
+        bits, and uint8 scales `[ROWS, COLUMNS / 32]`. Words, because bytes would be stored one by one.
     """
     blocks = tl.reshape(x, [ROWS, COLUMNS // MX_BLOCK, MX_BLOCK])
     # As integers, magnitudes keep their order, and NaN is above all: no rule about NaN in max is needed.
     byte = scale_byte(tl.max(float_bits(blocks) & 0x7FFFFFFF, axis=2), FP4)
+    is_nan = tl.expand_dims(byte == SCALE_NAN, 2)
     scaled = blocks * tl.expand_dims(scale_reciprocal(byte), 2)
     if FP4:
-        codes = tl.reshape(encode_e2m1(scaled), [ROWS, COLUMNS // 2, 2])
-        low, high = tl.split(codes)
-        payload = low | (high << 4)
+        codes = tl.where(is_nan, 7, encode_e2m1(scaled))
+        codes = join_columns(tl.reshape(codes, [ROWS, COLUMNS]), ROWS, COLUMNS, 4)
+        codes = join_columns(codes, ROWS, COLUMNS // 2, 8)
+        words = join_columns(codes, ROWS, COLUMNS // 4, 16)
     else:
-        payload = tl.reshape(encode_e4m3(scaled), [ROWS, COLUMNS])
-    return payload.to(tl.uint8), byte.to(tl.uint8)
+        codes = tl.where(is_nan, 0x7F, encode_e4m3(scaled))
+        codes = join_columns(tl.reshape(codes, [ROWS, COLUMNS]), ROWS, COLUMNS, 8)
+        words = join_columns(codes, ROWS, COLUMNS // 2, 16)
+    return words, byte.to(tl.uint8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe_rocm.kernels.flags import call_epoch, wait_for
+from megamoe_rocm.kernels.flags import call_epoch, wait_for_ranks
 
 BLOCK_WORDS = tl.constexpr(4)  # of a row of the block table: local expert, first row within it, rows, unused
 DISPATCH = tl.constexpr(2)  # place of Phase.DISPATCH in launch.PHASES
@@ -47,9 +47,7 @@ def plan_blocks(
         EXPERTS, RANKS, TILE: experts, ranks and blocks handled at a time; RANKS is at least `ep_size`.
     """
     call = call_epoch(epoch)
-    for step in range(ep_size):
-        src = (rank + step) % ep_size
-        wait_for(counts_published + src, call, polls, status, rank, src, DISPATCH, call, src, "sys")
+    wait_for_ranks(counts_published, call, ep_size, polls, status, rank, DISPATCH, RANKS)
 
     src = tl.arange(0, RANKS)
     is_rank = tl.expand_dims(src < ep_size, 0)

@@ -28,7 +28,7 @@ def quantize_input(
 
     Args:
         hidden_states: `[num_rows, H]` BF16, rows `hidden_stride` elements apart.
-        payload, scales: the input arrays, bytes; rows `payload_stride` and `scales_stride` apart.
+        payload, scales: the input arrays, bytes; rows `payload_stride` (a multiple of 4) and `scales_stride` apart.
         device_num_tokens: int32; rows from there on are padding and are not staged.
         num_rows: rows of `hidden_states`.
         hidden_size: H, a multiple of 32.
@@ -40,12 +40,13 @@ def quantize_input(
     is_token = tl.expand_dims(row < num_tokens, 1)
     inside = is_token & tl.expand_dims(column < hidden_size, 0)
     x = tl.load(hidden_states + row_offset * hidden_stride + tl.expand_dims(column, 0), mask=inside, other=0.0)
-    codes, bytes_ = quantize_blocks(bf16_to_float(x), ROWS, COLUMNS, FP4)
+    words, bytes_ = quantize_blocks(bf16_to_float(x), ROWS, COLUMNS, FP4)
 
-    PER_BYTE: tl.constexpr = 2 if FP4 else 1
-    at = tl.program_id(1) * (COLUMNS // PER_BYTE) + tl.arange(0, COLUMNS // PER_BYTE)
-    inside = is_token & tl.expand_dims(at * PER_BYTE < hidden_size, 0)
-    tl.store(payload + row_offset * payload_stride + tl.expand_dims(at, 0), codes, mask=inside)
+    PER_WORD: tl.constexpr = 8 if FP4 else 4
+    at = tl.program_id(1) * (COLUMNS // PER_WORD) + tl.arange(0, COLUMNS // PER_WORD)
+    inside = is_token & tl.expand_dims(at * PER_WORD < hidden_size, 0)
+    target = (payload + row_offset * payload_stride).to(tl.pointer_type(tl.int32)) + tl.expand_dims(at, 0)
+    tl.store(target, words, mask=inside)
     at = tl.program_id(1) * (COLUMNS // MX_BLOCK) + tl.arange(0, COLUMNS // MX_BLOCK)
     inside = is_token & tl.expand_dims(at * MX_BLOCK < hidden_size, 0)
     tl.store(scales + row_offset * scales_stride + tl.expand_dims(at, 0), bytes_, mask=inside)

@@ -117,6 +117,7 @@ def push_entries(
     join,
     TILE: tl.constexpr,
     EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
     WAVES: tl.constexpr,
 ):
     """Push `TILE` picks' entries per program; the last one pushes the counts and raises counts_published everywhere.
@@ -153,4 +154,4 @@ def push_entries(
                 counts = tl.load(totals + owner * num_local_experts + local, mask=inside, other=0)
                 tl.store(target.to(tl.pointer_type(tl.int32)) + local, counts, mask=inside, cache_modifier=".wt")
         arrive(joined, 0, WAVES, "sys")
-        publish(peers, rank, ep_size, published_offset, call)
+        publish(peers, rank, ep_size, published_offset, call, RANKS)
