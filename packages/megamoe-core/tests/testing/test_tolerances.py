@@ -16,6 +16,7 @@ from megamoe.testing.tolerances import (
     rel_l2,
     row_rel_l2,
     same_bits,
+    sampling_error,
 )
 
 NAN = float("nan")
@@ -109,3 +110,9 @@ def test_the_bounds_tell_known_faults() -> None:
     assert ORACLE_GATES[QuantMode.A4W4].rel_l2 > 0.226
     for mode in QuantMode:
         assert STAGED_BOUNDS[mode].y_rel_l2 < ORACLE_GATES[mode].rel_l2
+
+
+def test_few_values_measure_noise_badly() -> None:
+    assert sampling_error(2 * 256) == 0.25
+    assert sampling_error(200 * 2048) < 0.01
+    assert sampling_error(0) == 1

@@ -13,6 +13,7 @@ Measures are taken in FP64 over all elements; a row measure keeps one wrong row 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +108,7 @@ def sampling_error(num_values: int) -> float:
     1 / sqrt(n) for n blocks of 32, since the values of a block share a scale: 0.01 for 200 rows of 2048, 0.25 for two
     rows of 256. Random small cases were up to 1.01 times a gate without it.
     """
-    return max(num_values / 32, 1.0) ** -0.5
+    return 1 / math.sqrt(max(num_values / 32, 1.0))
 
 
 def rel_l2(got: Tensor, expected: Tensor) -> float:
