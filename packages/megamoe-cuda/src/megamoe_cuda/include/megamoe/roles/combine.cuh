@@ -9,7 +9,8 @@
 
 namespace megamoe {
 
-constexpr uint32_t kCombineColumns = kWarpSize * 8;  // columns of a warp's item, 8 a lane
+constexpr uint32_t kLaneColumns = cfg::kTransport == Transport::kBf16 ? 8 : 16;  // of a transported row, 16 bytes
+constexpr uint32_t kCombineColumns = kWarpSize * kLaneColumns;                    // of a warp's item
 
 // Tells every home rank that all of this rank's rows are stored, then waits for every owner.
 //
@@ -58,32 +59,35 @@ __device__ __forceinline__ uint32_t valid_slots(const Cta& cta, uint32_t token) 
     return __ballot_sync(kFullMask, valid);
 }
 
-// 8 columns of a transported row, as loaded.
+// A lane's columns of a transported row, as loaded.
 struct TransportedColumns {
-    uint4 words;  // BF16: 8 values; FP8: 8 payload bytes in x and y, the scale byte in z
+    uint4 words;
+    uint32_t scale_byte;  // FP8 only
 
     __device__ __forceinline__ static TransportedColumns load(const uint8_t* row, uint32_t column) {
         if constexpr (cfg::kTransport == Transport::kBf16) {
-            return {ptx::ld_l2(reinterpret_cast<const uint4*>(row + 2 * column))};
+            return {ptx::ld_l2(reinterpret_cast<const uint4*>(row + 2 * column)), 0};
         } else {
-            const uint2 payload = ptx::ld_l2(reinterpret_cast<const uint2*>(row + column));
-            return {make_uint4(payload.x, payload.y, ptx::ld_l2(row + cfg::kHiddenSize + column / kMxBlock), 0)};
+            return {ptx::ld_l2(reinterpret_cast<const uint4*>(row + column)),
+                    ptx::ld_l2(row + cfg::kHiddenSize + column / kMxBlock)};
         }
     }
-    __device__ __forceinline__ void add_to(float (&sum)[8]) const {
-        const uint32_t* w = &words.x;
-        [[maybe_unused]] const float scale = e8m0_decode(words.z);
+    __device__ __forceinline__ float2 pair(int i) const {
+        const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+        if constexpr (cfg::kTransport == Transport::kBf16) {
+            return ptx::unpack_bf16x2(w[i]);
+        } else {
+            const float scale = e8m0_decode(scale_byte);
+            const float2 payload = ptx::unpack_e4m3x2(static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2))));
+            return make_float2(__fmul_rn(payload.x, scale), __fmul_rn(payload.y, scale));
+        }
+    }
+    __device__ __forceinline__ void add_to(float (&sum)[kLaneColumns]) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float2 pair;
-            if constexpr (cfg::kTransport == Transport::kBf16) {
-                pair = ptx::unpack_bf16x2(w[i]);
-            } else {
-                pair = ptx::unpack_e4m3x2(static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2))));
-                pair = make_float2(__fmul_rn(pair.x, scale), __fmul_rn(pair.y, scale));
-            }
-            sum[2 * i] = __fadd_rn(sum[2 * i], pair.x);
-            sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], pair.y);
+        for (int i = 0; i < kLaneColumns / 2; ++i) {
+            const float2 addend = pair(i);
+            sum[2 * i] = __fadd_rn(sum[2 * i], addend.x);
+            sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], addend.y);
         }
     }
 };
@@ -93,7 +97,7 @@ __device__ __forceinline__ uint4* out_columns(const Cta& cta, uint32_t token, ui
     return reinterpret_cast<uint4*>(out + static_cast<uint64_t>(token) * cfg::kHiddenSize + column);
 }
 
-// One warp's share: kCombineColumns columns of a token, 8 a lane. Loading and summing are apart, so that the loads of
+// One warp's share: kCombineColumns columns of a token. Loading and summing are apart, so that the loads of
 // several items are in flight at once.
 struct CombineItem {
     uint32_t token, column, slots;
@@ -103,7 +107,7 @@ struct CombineItem {
     __device__ __forceinline__ void load(const Cta& cta, uint32_t item) {
         constexpr uint32_t kItemsPerToken = ceil_div(cfg::kHiddenSize, kCombineColumns);
         token = item / kItemsPerToken;
-        column = item % kItemsPerToken * kCombineColumns + lane_id() * 8;
+        column = item % kItemsPerToken * kCombineColumns + lane_id() * kLaneColumns;
         if (token >= cta.num_tokens) column = cfg::kHiddenSize;
         slots = token < cta.num_tokens ? valid_slots(cta, token) : 0;
         if (column >= cfg::kHiddenSize) return;
@@ -114,14 +118,17 @@ struct CombineItem {
     }
     __device__ __forceinline__ void store(const Cta& cta) const {
         if (column >= cfg::kHiddenSize) return;
-        float sum[8] = {};
+        float sum[kLaneColumns] = {};
 #pragma unroll
         for (uint32_t k = 0; k < cfg::kTopK; ++k) {
             if (slots >> k & 1) rows[k].add_to(sum);
         }
-        *out_columns(cta, token, column) =
-            make_uint4(ptx::pack_bf16x2(sum[0], sum[1]), ptx::pack_bf16x2(sum[2], sum[3]),
-                       ptx::pack_bf16x2(sum[4], sum[5]), ptx::pack_bf16x2(sum[6], sum[7]));
+#pragma unroll
+        for (uint32_t i = 0; i < kLaneColumns; i += 8) {
+            *out_columns(cta, token, column + i) =
+                make_uint4(ptx::pack_bf16x2(sum[i], sum[i + 1]), ptx::pack_bf16x2(sum[i + 2], sum[i + 3]),
+                           ptx::pack_bf16x2(sum[i + 4], sum[i + 5]), ptx::pack_bf16x2(sum[i + 6], sum[i + 7]));
+        }
     }
 };
 
