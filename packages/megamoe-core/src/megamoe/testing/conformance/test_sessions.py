@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from megamoe.errors import SessionError
@@ -100,6 +101,20 @@ def test_warmup_and_reset_change_nothing(workbench: Workbench) -> None:
         check_same_bits(session.forward(calls, weights), expected, "after warmup")
         session.reset()
         check_same_bits(session.forward(calls, weights), expected, "after reset")
+
+
+def test_inference_mode(workbench: Workbench, mode: Mode) -> None:
+    """Opened and prepared under `torch.inference_mode`, as engines do, and called within and without it: same bits."""
+    case = workbench.case(mode, ep_size=2)
+    calls, shards = workbench.calls(case), workbench.shards(case)
+    expected = workbench.forward(case.problem, workbench.weights(case), calls)
+    with torch.inference_mode():  # of this thread: ranks of their own are not in it
+        session = workbench.open(case.problem)
+        weights = session.prepare(shards)
+        check_same_bits(session.forward(calls, weights), expected, "in inference mode")
+        session.move_expert(weights, [(0, 0)] * case.problem.ep_size)
+    with session:
+        check_same_bits(session.forward(calls, weights), expected, "after inference mode")
 
 
 @pytest.mark.processes
