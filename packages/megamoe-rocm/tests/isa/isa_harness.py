@@ -24,12 +24,19 @@ def instruction(text: str, *, address: int = 0, words: tuple[int, ...] = (0,)) -
     )
 
 
-def lone_group(*, waves: int = 1, machine: Machine | None = None, lds_bytes: int = 8192, granule: int = 4) -> Workgroup:
+def lone_group(
+    *,
+    waves: int = 1,
+    machine: Machine | None = None,
+    lds_bytes: int = 8192,
+    granule: int = 4,
+    started: dict | None = None,
+) -> Workgroup:
     """A workgroup that no launch knows of."""
     machine = machine or Machine()
     lds = LocalMemory(num_bytes=lds_bytes, granule=granule, content=np.zeros(lds_bytes, np.uint8))
     program = SimpleNamespace(code=SimpleNamespace(name="lone"), describe=str)
-    group = Workgroup(machine=machine, program=program, rank=0, coordinates=(0, 0, 0), lds=lds)
+    group = Workgroup(machine=machine, program=program, rank=0, coordinates=(0, 0, 0), lds=lds, started=started or {})
     for index in range(waves):
         group.waves.append(Wave(group, index, np.zeros((512, 64), np.uint32)))
     return group

@@ -79,7 +79,7 @@ def hand_over(x, y, flag, out, B: tl.constexpr, DRAIN: tl.constexpr):
     else:
         while tl.atomic_add(flag, 0, sem="acquire", scope="gpu") < 1:
             pass
-        tl.store(out + i, tl.load(y + i, cache_modifier=".cv") * 2)
+        tl.store(out + i, tl.load(y + i) * 2)
 
 
 @triton.jit
@@ -102,4 +102,4 @@ def exchange(x, peers, flags, out, rank, epoch, B: tl.constexpr, DRAIN: tl.const
     tl.atomic_add(there, 1, sem="release", scope="sys")
     while tl.atomic_add(here, 0, sem="acquire", scope="sys") < epoch:
         pass
-    tl.store(out + i, value + tl.load(tl.multiple_of(mine, 16) + i, cache_modifier=".cv"))
+    tl.store(out + i, value + tl.load(tl.multiple_of(mine, 16) + i))

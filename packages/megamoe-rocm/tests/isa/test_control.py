@@ -50,7 +50,7 @@ def test_barrier_end_and_hints() -> None:
     assert wave.state == "barrier"
     for text in ("s_nop 0", "s_setprio 1"):
         assert step(wave, text) is None
-    for text in ("s_sleep 1", "buffer_inv sc0 sc1", "buffer_wbl2 sc1"):
+    for text in ("s_sleep 1", "buffer_inv sc0 sc1"):
         assert step(wave, text) == ~2  # others get a turn
     step(wave, "s_endpgm")
     assert wave.state == "done"

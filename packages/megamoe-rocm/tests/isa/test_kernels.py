@@ -222,5 +222,5 @@ def test_deletions_in_a_gemm(a_format: str) -> None:
 @pytest.mark.parametrize("build, run", [(hand_over, run_hand_over), (exchange, run_exchange)])
 def test_deletions_in_hand_overs(build: object, run: object) -> None:
     program = program_of(build, True)
-    report = report_of(delete_each(program, run, sites(program), seeds=range(12), reasons=explain(program)))
+    report = report_of(delete_each(program, run, sites(program), seeds=range(40), reasons=explain(program)))
     assert not report.unexplained, report.table()

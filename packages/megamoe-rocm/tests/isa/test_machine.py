@@ -41,7 +41,7 @@ CHAIN = program(
     "v_cmp_eq_u32_e32 vcc, 0, v2",
     "s_cbranch_vccnz again",
     "v_add_u32_e32 v2, 1, v2",
-    "global_store_dword v1, v2, s[4:5] offset:4",
+    "global_store_dword v1, v2, s[4:5] offset:4 sc1",
     "s_endpgm",
     arguments=(X,),
 )
@@ -109,6 +109,21 @@ def test_a_chain_through_all_workgroups_ends(resident: int) -> None:
     assert x.read(np.uint32).tolist() == [1, 2, 3, 4, 5]
 
 
+def test_a_flag_that_is_stored_into_the_cache_may_never_be_seen() -> None:
+    cached = program(
+        *(item.text.removesuffix(" sc1") if "store" in item.text else item.text for item in CHAIN.instructions[:5]),
+        "again:",
+        *(item.text for item in CHAIN.instructions[5:9]),
+        "s_cbranch_vccnz again",
+        *(item.text.removesuffix(" sc1") for item in CHAIN.instructions[10:]),
+        arguments=(X,),
+    )
+    machine = Machine()
+    machine.launch(cached, grid=2, arguments={"x": machine.buffer(np.array([1, 0, 0], np.uint32))})
+    with pytest.raises(DeadlockError):
+        machine.run(max_steps=20_000)
+
+
 def test_waiting_for_a_workgroup_that_has_no_place_is_a_deadlock() -> None:
     machine = Machine()
     x = machine.buffer(np.zeros(5, np.uint32))
@@ -169,7 +184,7 @@ def test_a_seed_is_a_schedule() -> None:
         machine = Machine(seed=seed)
         x = machine.buffer(np.array([1, 0, 0, 0, 0], np.uint32))
         machine.launch(CHAIN, grid=4, arguments={"x": x})
-        return machine.run(), machine._registers[0].tolist()
+        return machine.run(max_steps=200_000), machine._registers[0].tolist()
 
     assert trace(3) == trace(3)
     assert len({trace(seed)[0] for seed in range(6)}) > 1

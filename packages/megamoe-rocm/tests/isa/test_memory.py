@@ -12,6 +12,9 @@ from megamoe_rocm.isa.wave import M0, Wave
 DONE = "s_waitcnt vmcnt(0)"
 
 
+RELEASE = "buffer_wbl2 sc0 sc1"
+
+
 class Late(Machine):
     """Memory operations take effect as late as they may."""
 
@@ -49,14 +52,14 @@ def test_global_loads_and_stores_of_every_width(machine: type[Machine]) -> None:
     np.testing.assert_array_equal(wave.v[4:8].T, words(256).reshape(64, 4))
     wave.v[1] = LANE * 16
     wave.write64(8, target.address)
-    run(wave, "global_store_dwordx4 v1, v[4:7], s[8:9]", DONE)
+    run(wave, "global_store_dwordx4 v1, v[4:7], s[8:9]", RELEASE, DONE)
     np.testing.assert_array_equal(target.read(np.uint32)[:256], words(256))
     run(wave, "global_load_dwordx2 v[4:5], v1, s[8:9] offset:8", "global_load_dword v6, v1, s[8:9] offset:4", DONE)
     np.testing.assert_array_equal(wave.v[6], words(256)[1::4])
     np.testing.assert_array_equal(wave.v[4:6].T, words(256).reshape(64, 4)[:, 2:])
     set_u32(wave, 4, 0x8485F6F7)
     run(wave, "global_store_short v1, v4, s[8:9]", "global_store_byte v1, v4, s[8:9] offset:2")
-    run(wave, "global_store_byte_d16_hi v1, v4, s[8:9] offset:3", DONE)
+    run(wave, "global_store_byte_d16_hi v1, v4, s[8:9] offset:3", RELEASE, DONE)
     assert target.read(np.uint32)[4] == 0x85F7F6F7
     run(wave, "global_load_ubyte v4, v1, s[8:9] offset:3", "global_load_sbyte v5, v1, s[8:9] offset:3", DONE)
     run(wave, "global_load_ushort v6, v1, s[8:9]", "global_load_sshort v7, v1, s[8:9]", DONE)
@@ -134,7 +137,7 @@ def test_buffer_range_check_reads_zeros_and_drops_stores() -> None:
     expected = np.where((LANE < 32) & (LANE != 5), words(64), 0)
     np.testing.assert_array_equal(wave.v[2], expected)
     set_u32(wave, 3, 0xFFFF)
-    run(wave, "buffer_store_dword v3, v1, s[8:11], 0 offen", DONE)
+    run(wave, "buffer_store_dword v3, v1, s[8:11], 0 offen", RELEASE, DONE)
     assert np.count_nonzero(buffer.read(np.uint32) == 0xFFFF) == 31
 
 
@@ -207,7 +210,7 @@ def test_a_late_load_sees_a_store_that_came_in_between() -> None:
         wave.v[1] = LANE * 4
     set_u32(writer, 2, 5)
     run(reader, "global_load_dword v3, v1, s[4:5]")
-    run(writer, "global_store_dword v1, v2, s[4:5]", DONE)
+    run(writer, "global_store_dword v1, v2, s[4:5] sc1", DONE)
     run(reader, DONE)
     assert set(reader.v[3].tolist()) == {5}
 
@@ -246,6 +249,7 @@ def test_a_workgroup_sees_its_own_stores_in_order() -> None:
     run(first, "global_store_dword v1, v2, s[4:5]")
     run(second, "global_store_dword v1, v2, s[4:5]", DONE)
     run(first, DONE)
+    run(second, RELEASE, DONE)
     assert set(buffer.read(np.uint32).tolist()) == {6}
 
 

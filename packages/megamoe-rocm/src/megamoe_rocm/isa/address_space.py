@@ -7,6 +7,7 @@ dropped carry or an index beyond the end hits no buffer and faults.
 from __future__ import annotations
 
 from bisect import bisect_right
+from weakref import ReferenceType, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,25 @@ from megamoe_rocm.isa.wave import Array
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 SPACING = 1 << 32
+
+
+class Snapshot:
+    """A buffer's bytes at one moment; they are copied only when the buffer is written afterwards.
+
+    Args:
+        buffer: whose.
+    """
+
+    __slots__ = ("__weakref__", "data", "words")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.data = buffer.data
+        self.words = buffer.words
+
+    def keep(self) -> None:
+        """The buffer is about to change: copy."""
+        self.data = self.data.copy()
+        self.words = self.data.view(np.uint32)
 
 
 class Buffer:
@@ -28,12 +48,21 @@ class Buffer:
         address: of the first byte.
         data: its bytes, uint8; padded to a multiple of 16.
         num_bytes: how many of them belong to the buffer.
+        changes: the address space's count of writes.
     """
 
-    __slots__ = ("address", "data", "name", "num_bytes", "rank", "ranks", "words")
+    __slots__ = ("_moment", "address", "changes", "data", "name", "num_bytes", "rank", "ranks", "words")
 
     def __init__(
-        self, *, name: str, rank: int, ranks: frozenset[int], address: int, data: NDArray[np.uint8], num_bytes: int
+        self,
+        *,
+        name: str,
+        rank: int,
+        ranks: frozenset[int],
+        address: int,
+        data: NDArray[np.uint8],
+        num_bytes: int,
+        changes: list[int],
     ) -> None:
         self.name = name
         self.rank = rank
@@ -42,6 +71,25 @@ class Buffer:
         self.data = data
         self.words = data.view(np.uint32)
         self.num_bytes = num_bytes
+        self.changes = changes
+        self._moment: ReferenceType[Snapshot] | None = None
+
+    def snapshot(self) -> Snapshot:
+        """The bytes as they are now."""
+        moment = self._moment() if self._moment is not None else None
+        if moment is None:
+            moment = Snapshot(self)
+            self._moment = ref(moment)
+        return moment
+
+    def about_to_change(self) -> None:
+        """To be called before each write."""
+        self.changes[0] += 1
+        if self._moment is not None:
+            moment = self._moment()
+            if moment is not None:
+                moment.keep()
+            self._moment = None
 
     def read(self, dtype: object = np.uint8) -> Array:
         """A copy of the content as a flat array of `dtype`."""
@@ -50,6 +98,7 @@ class Buffer:
     def write(self, values: Array) -> None:
         """Replace the content from its start on."""
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        self.about_to_change()
         self.data[: raw.size] = raw
 
     def __repr__(self) -> str:
@@ -63,6 +112,18 @@ class AddressSpace:
         self._starts: list[int] = []
         self._buffers: list[Buffer] = []
         self._next = FIRST_ADDRESS
+        self._changes = [0]
+        self._moments: tuple[int, dict[int, Snapshot]] = (-1, {})
+
+    def snapshot(self) -> dict[int, Snapshot]:
+        """All buffers as they are now, by their addresses."""
+        if self._moments[0] != self._changes[0]:
+            self._moments = (self._changes[0], {buffer.address: buffer.snapshot() for buffer in self._buffers})
+        return self._moments[1]
+
+    def at(self, address: int) -> Buffer:
+        """The buffer that starts at `address`."""
+        return self._buffers[bisect_right(self._starts, address) - 1]
 
     def allocate(self, *, name: str, rank: int, num_bytes: int, ranks: frozenset[int]) -> Buffer:
         """A buffer of zeroed bytes, aligned to 4 KiB."""
@@ -72,7 +133,10 @@ class AddressSpace:
         address = self._next + SPACING - before
         self._next += SPACING * (2 + size // SPACING)
         data = np.zeros(size, np.uint8)
-        buffer = Buffer(name=name, rank=rank, ranks=ranks, address=address, data=data, num_bytes=num_bytes)
+        buffer = Buffer(
+            name=name, rank=rank, ranks=ranks, address=address, data=data, num_bytes=num_bytes, changes=self._changes
+        )
+        self._changes[0] += 1
         self._starts.append(address)
         self._buffers.append(buffer)
         return buffer
@@ -128,17 +192,18 @@ class Lanes:
         """Whether `indices` count words."""
         return self.num_bytes % 4 == 0 and self.indices.shape[1] * 4 == self.num_bytes
 
-    def load(self) -> Array:
-        """`[lane, word]` uint32; the last word is zero-extended."""
+    def load(self, source: Buffer | Snapshot) -> Array:
+        """`[lane, word]` uint32, as they are or were; the last word is zero-extended."""
         if self.aligned:
-            words: Array = self.buffer.words[self.indices]
+            words: Array = source.words[self.indices]
             return words
         raw = np.zeros((len(self.offsets), -(-self.num_bytes // 4) * 4), np.uint8)
-        raw[:, : self.num_bytes] = self.buffer.data[self.indices]
+        raw[:, : self.num_bytes] = source.data[self.indices]
         return raw.view(np.uint32)
 
     def store(self, values: Array) -> None:
         """Write `[lane, word]` uint32; where lanes overlap, the highest lane's bytes stay."""
+        self.buffer.about_to_change()
         if self.aligned:
             self.buffer.words[self.indices] = values
         else:

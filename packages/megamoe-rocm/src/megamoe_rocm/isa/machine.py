@@ -16,6 +16,7 @@ import numpy as np
 
 from megamoe_rocm.isa.accesses import complete, perform
 from megamoe_rocm.isa.address_space import AddressSpace, Buffer, Lanes
+from megamoe_rocm.isa.caches import Cache, Moments
 from megamoe_rocm.isa.errors import DeadlockError, ExecutionFault, PendingRegisterFault
 from megamoe_rocm.isa.program import Argument, Program
 from megamoe_rocm.isa.wave import LANES, NUM_VGPRS, Array, Wave
@@ -25,6 +26,7 @@ MAX_LDS_BYTES = 163840
 DEFAULT_MAX_STEPS = 50_000_000
 QUANTA = (3, 20, 100, 400)  # instructions a turn; short ones find races, long ones let a wave run ahead
 STARVED_SHARE = 4  # one in so many workgroups gets turns only rarely
+STALENESS = (0.0, 0.5, 1.0)  # share of loads that give old bytes where a cache may hold them
 EARLINESS = (0.0, 0.5, 0.95)  # share of memory operations that take effect at their issue
 PATIENCE = (1, 8, 64)  # how long others linger, in sixteenths of a turn of their workgroup's
 
@@ -39,6 +41,9 @@ class Launch:
         groups: coordinates of the workgroups that have not started.
         max_resident: workgroups that are on the device together; the others start as these end.
         kernarg: the kernarg segment.
+        resident: workgroups that are on the device.
+        started: global memory as it was when the launch began.
+        caches: those of workgroups that have ended; written back when the launch does.
     """
 
     program: Program
@@ -47,6 +52,8 @@ class Launch:
     max_resident: int
     kernarg: Buffer
     resident: list[Workgroup] = field(default_factory=list)
+    started: Moments | None = None
+    caches: list[Cache] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -72,6 +79,8 @@ class Machine:
         self._registers = noise.integers(0, 1 << 32, (NUM_VGPRS, LANES), np.uint32)
         self._lds_noise = noise.integers(0, 256, MAX_LDS_BYTES + 16, np.uint8)
         self._early = self._random.choice(EARLINESS)
+        self._stale = self._random.choice(STALENESS)
+        self._slow_rank = self._random.choice((None, *range(num_ranks)))
         self._queues: dict[int, list[Launch]] = {rank: [] for rank in range(num_ranks)}
 
     def buffer(
@@ -148,6 +157,10 @@ class Machine:
         """Whether a memory operation takes effect at its issue."""
         return self._random.random() < self._early
 
+    def decide_stale(self) -> bool:
+        """Whether a load that may hit a stale cache line does."""
+        return self._random.random() < self._stale
+
     def count_store(self, rank: int, parts: Sequence[Lanes]) -> None:
         """Count the bytes that a store moves from a rank to the owner of the memory."""
         for part in parts:
@@ -155,14 +168,23 @@ class Machine:
             self.stored_bytes[key] = self.stored_bytes.get(key, 0) + part.num_bytes * len(part.offsets)
 
     def _start_groups(self, launch: Launch) -> None:
+        if launch.started is None:
+            launch.started = self.memory.snapshot()
         while launch.groups and len(launch.resident) < launch.max_resident:
             launch.resident.append(self._workgroup(launch, launch.groups.pop(0)))
 
     def _workgroup(self, launch: Launch, coordinates: tuple[int, int, int]) -> Workgroup:
         program, resources, descriptor = launch.program, launch.program.code.resources, launch.program.code.descriptor
         lds = LocalMemory(num_bytes=resources.lds_bytes, granule=program.lds_granule, content=self._lds_noise)
-        group = Workgroup(machine=self, program=program, rank=launch.rank, coordinates=coordinates, lds=lds)
-        group.starved = self._random.randrange(STARVED_SHARE) == 0
+        group = Workgroup(
+            machine=self,
+            program=program,
+            rank=launch.rank,
+            coordinates=coordinates,
+            lds=lds,
+            started=launch.started or {},
+        )
+        group.starved = launch.rank == self._slow_rank or self._random.randrange(STARVED_SHARE) == 0
         group.patience = 16 * self._random.choice(PATIENCE)
         scalars = [
             *program.user_sgprs(launch.kernarg.address, launch.kernarg.data),
@@ -199,6 +221,8 @@ class Machine:
         """Let some outstanding operations take effect: none stays outstanding for ever."""
         for access in [item for item in group.outstanding if self._random.random() < 0.5]:
             perform(group.waves[0], access)
+        if self._random.random() < 0.5:
+            group.cache.write_back("system")
 
     @staticmethod
     def _drain(group: Workgroup) -> bool:
@@ -244,7 +268,10 @@ class Machine:
             ):
                 self._drain(group)
                 launch.resident.remove(group)
+                launch.caches.append(group.cache)
         if launch.done:
+            for cache in launch.caches:
+                cache.write_back("system")
             self._queues[launch.rank].remove(launch)
 
     @staticmethod

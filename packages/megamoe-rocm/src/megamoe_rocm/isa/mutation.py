@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megamoe_rocm.aot.disassembly import Instruction
+from megamoe_rocm.aot.inspection import is_store, scope
 from megamoe_rocm.isa.errors import DeadlockError, ExecutionFault
 from megamoe_rocm.isa.instructions.control import CONDITIONS, COUNTER
 from megamoe_rocm.isa.program import Program
@@ -18,7 +19,7 @@ from megamoe_rocm.isa.program import Program
 # Runs a program with a seed: whether its results are right.
 Subject = Callable[[Program, int], bool]
 
-KINDS = ("mfma", "load", "lds", "wait", "barrier")
+KINDS = ("mfma", "load", "lds", "wait", "barrier", "fence")
 
 
 def kind_of(item: Instruction) -> str | None:
@@ -30,7 +31,7 @@ def kind_of(item: Instruction) -> str | None:
         return "load"
     if name.startswith("ds_"):
         return "lds"
-    return {"s_waitcnt": "wait", "s_barrier": "barrier"}.get(name)
+    return {"s_waitcnt": "wait", "s_barrier": "barrier", "buffer_inv": "fence", "buffer_wbl2": "fence"}.get(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,7 @@ TWIN_BARRIER = "equivalent: another barrier, with no access to memory or LDS bet
 LAST_BARRIER = "equivalent: no access to LDS and no barrier after it"
 NOTHING_OUTSTANDING = "equivalent: an earlier wait covers it, with nothing issued between the two"
 COVERED_LATER = "equivalent: a later wait covers it, with neither an access nor a barrier between the two"
-WRITE_BACK = "outside the model: waits for a cache write-back"
+WRITE_BACK = "equivalent in the model: every store before it goes through the caches"
 
 
 def explain(program: Program) -> dict[int, str]:
@@ -176,6 +177,8 @@ def explain(program: Program) -> dict[int, str]:
                 reasons[at] = TWIN_BARRIER
             elif not any(_touches_lds(other) for other in items[at + 1 :]) and not _loops_back(items, at):
                 reasons[at] = LAST_BARRIER
+        elif item.mnemonic == "buffer_wbl2" and _all_write_through(items[:at]):
+            reasons[at] = WRITE_BACK
         elif kind == "wait":
             reason = _explain_wait(items, at, targets)
             if reason:
@@ -186,7 +189,7 @@ def explain(program: Program) -> dict[int, str]:
 def _explain_wait(items: Sequence[Instruction], at: int, targets: set[int]) -> str:
     mine = _counts(items[at])
     for other in _straight(items[at - 1 :: -1] if at else (), targets | {items[at].address}):
-        if other.mnemonic == "buffer_wbl2":
+        if other.mnemonic == "buffer_wbl2" and _all_write_through(items[:at]):
             return WRITE_BACK
         if kind_of(other) == "wait" and _covers(_counts(other), mine):
             return NOTHING_OUTSTANDING
@@ -198,6 +201,10 @@ def _explain_wait(items: Sequence[Instruction], at: int, targets: set[int]) -> s
         if _touches(other) or not other.mnemonic.startswith(("s_nop", "s_waitcnt")):
             break
     return ""
+
+
+def _all_write_through(items: Sequence[Instruction]) -> bool:
+    return all(scope(item) == "system" for item in items if is_store(item))
 
 
 def _counts(item: Instruction) -> dict[str, int]:
@@ -230,7 +237,7 @@ def _touches(item: Instruction) -> str:
     """`barrier`, `access` or ""."""
     if item.mnemonic == "s_barrier":
         return "barrier"
-    return "access" if item.mnemonic.startswith(("ds_", "global_", "buffer_", "s_load", "flat_")) else ""
+    return "access" if item.mnemonic.startswith(("ds_", "global_", "buffer_", "s_load")) else ""
 
 
 def _first(items: Iterable[Instruction], function: Callable[[Instruction], str]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megamoe_rocm.isa.accesses import Access
+from megamoe_rocm.isa.caches import Cache, Moments
 from megamoe_rocm.isa.errors import LdsRaceFault, MemoryFault
 from megamoe_rocm.isa.wave import Array, Wave
 
@@ -99,16 +100,25 @@ class Workgroup:
         program: the kernel.
         coordinates: in the grid.
         lds: its local memory.
+        started: global memory as it was when the kernel started.
     """
 
     def __init__(
-        self, *, machine: Machine, program: Program, rank: int, coordinates: tuple[int, int, int], lds: LocalMemory
+        self,
+        *,
+        machine: Machine,
+        program: Program,
+        rank: int,
+        coordinates: tuple[int, int, int],
+        lds: LocalMemory,
+        started: Moments,
     ) -> None:
         self.machine = machine
         self.program = program
         self.rank = rank
         self.name = f"rank {rank} {program.code.name} workgroup {coordinates}"
         self.lds = lds
+        self.cache = Cache(memory=machine.memory, rank=rank, started=started, decide_stale=machine.decide_stale)
         self.waves: list[Wave] = []
         self.outstanding: list[Access] = []  # not yet taken effect, in issue order
         self.stores_outstanding = 0

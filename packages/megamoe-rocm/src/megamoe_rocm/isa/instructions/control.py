@@ -2,8 +2,7 @@
 
 Source: AMD CDNA3 and CDNA4 ISA documents, "SOPP instructions", "SOPK" (S_SETREG) and "Memory scopes".
 
-Caches are not modelled: memory is coherent, so `buffer_wbl2` and `buffer_inv` do nothing here. That they are where
-they must be is what `megamoe_rocm.aot` inspects.
+What `buffer_wbl2` and `buffer_inv` do is `megamoe_rocm.isa.caches`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import re
 from collections.abc import Callable
 
 from megamoe_rocm.aot.disassembly import Instruction
-from megamoe_rocm.isa.accesses import wait_lgkm, wait_vm
+from megamoe_rocm.aot.inspection import scope
+from megamoe_rocm.isa.accesses import Access, issue, perform, wait_lgkm, wait_vm
 from megamoe_rocm.isa.errors import ExecutionFault
 from megamoe_rocm.isa.operands import Step, allow_modifiers, unsupported
 from megamoe_rocm.isa.wave import VCC, Wave
@@ -34,9 +34,9 @@ CONDITIONS: dict[str, Callable[[Wave], bool]] = {
 # No effect on registers or memory: scheduling hints, instruction and scalar cache.
 HINTS = frozenset(("s_nop", "s_setprio", "s_icache_inv", "s_dcache_inv", "s_dcache_wb", "s_set_gpr_idx_off"))
 # These end the wave's turn, so that whoever spins lets others go on.
-YIELDS = frozenset(("s_sleep", "buffer_inv", "buffer_wbl2"))
+YIELDS = frozenset(("s_sleep", "buffer_inv"))
 MNEMONICS = frozenset(
-    (*CONDITIONS, *HINTS, *YIELDS, "s_waitcnt", "s_barrier", "s_endpgm", "s_trap", "s_setreg_imm32_b32")
+    (*CONDITIONS, *HINTS, *YIELDS, "s_waitcnt", "s_barrier", "s_endpgm", "s_trap", "s_setreg_imm32_b32", "buffer_wbl2")
 )
 
 
@@ -62,9 +62,10 @@ def decode(item: Instruction, positions: dict[int, int]) -> Step:
         return _end
     if name == "s_trap":
         return _trap
+    if name == "buffer_wbl2":
+        return _write_back(item)
     if name in YIELDS:
-        following = ~(positions[item.address] + 1)
-        return lambda wave: following
+        return _yield(item, ~(positions[item.address] + 1))
     return lambda wave: None
 
 
@@ -109,6 +110,38 @@ def _end(wave: Wave) -> int:
 
 def _trap(wave: Wave) -> int:
     raise ExecutionFault("the kernel trapped (a failed device_assert, or unreachable code)")
+
+
+def _write_back(item: Instruction) -> Step:
+    """Counted by VMCNT; follows what the wave stored before."""
+    allow_modifiers(item, "sc0", "sc1")
+    at_scope = scope(item)
+
+    def step(wave: Wave) -> None:
+        earlier = list(wave.vm)
+
+        def effect() -> None:
+            for access in earlier:
+                perform(wave, access)
+            wave.group.cache.write_back(at_scope)
+
+        issue(wave, Access(effect=effect))
+
+    return step
+
+
+def _yield(item: Instruction, following: int) -> Step:
+    if item.mnemonic == "s_sleep":
+        return lambda wave: following
+    allow_modifiers(item, "sc0", "sc1")
+    invalidates = scope(item) != "workgroup"
+
+    def step(wave: Wave) -> int:
+        if invalidates:
+            wave.group.cache.invalidate()
+        return following
+
+    return step
 
 
 def _setreg(item: Instruction) -> Step:

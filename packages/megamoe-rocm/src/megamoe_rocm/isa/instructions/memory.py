@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megamoe_rocm.aot.disassembly import Instruction
+from megamoe_rocm.aot.inspection import scope
 from megamoe_rocm.isa.accesses import Access, issue
 from megamoe_rocm.isa.address_space import Lanes, resolve
 from megamoe_rocm.isa.errors import MemoryFault, UndefinedFault
@@ -81,9 +82,9 @@ def decode(item: Instruction, name: str) -> Step:
     if to_lds:
         return _load_to_lds(item, form, LDS_LOADS[width])
     if kind == "load":
-        return _load(form, *LOADS[width])
+        return _load(form, *LOADS[width], scope(item))
     if kind == "store":
-        return _store(form, *STORES[width])
+        return _store(form, *STORES[width], scope(item))
     return _atomic(item, form, width.removesuffix("_x2"), 8 if width.endswith("_x2") else 4, unit)
 
 
@@ -168,7 +169,7 @@ def _resolve(wave: Wave, form: Form, num_bytes: int) -> tuple[tuple[Lanes, ...],
     return tuple(parts), outside
 
 
-def _load(form: Form, num_bytes: int, kind: str) -> Step:
+def _load(form: Form, num_bytes: int, kind: str, at_scope: str) -> Step:
     assert form.data is not None
     target, registers = form.data.index, form.data.registers
     words = -(-num_bytes // 4)
@@ -178,7 +179,7 @@ def _load(form: Form, num_bytes: int, kind: str) -> Step:
 
         def effect() -> None:
             for part in parts:
-                local.put(wave, target, part.load(), part.lanes, num_bytes, kind)
+                local.put(wave, target, wave.group.cache.load(part, at_scope), part.lanes, num_bytes, kind)
             if outside is not None:
                 local.put(wave, target, np.zeros((len(outside), words), np.uint32), outside, num_bytes, kind)
 
@@ -187,7 +188,7 @@ def _load(form: Form, num_bytes: int, kind: str) -> Step:
     return step
 
 
-def _store(form: Form, num_bytes: int, kind: str) -> Step:
+def _store(form: Form, num_bytes: int, kind: str, at_scope: str) -> Step:
     assert form.data is not None
     source, words, shift = form.data.index, -(-num_bytes // 4), np.uint32(16 if kind == "hi" else 0)
 
@@ -200,7 +201,7 @@ def _store(form: Form, num_bytes: int, kind: str) -> Step:
 
         def effect() -> None:
             for part, content in zip(parts, contents):
-                part.store(content)
+                wave.group.cache.store(part, content, at_scope)
 
         issue(wave, Access(effect=effect, lanes=parts, stores=True))
 
@@ -224,6 +225,8 @@ def _atomic(item: Instruction, form: Form, operation: str, num_bytes: int, unit:
 
         def effect() -> None:
             for part in parts:
+                wave.group.cache.touch(part)
+                part.buffer.about_to_change()
                 lanes = LANE if part.lanes is None else part.lanes
                 for lane, offset in zip(lanes.tolist(), part.offsets.tolist()):
                     memory = part.buffer.words[offset >> 2 : (offset >> 2) + words]
@@ -248,7 +251,7 @@ def _wide(rows: Array) -> Array:
 
 def _load_to_lds(item: Instruction, form: Form, num_bytes: int) -> Step:
     """Lane l's data go to LDS byte M0 + instruction offset + size * l."""
-    offset, width = integer_modifier(item, "offset"), max(num_bytes, 4)
+    offset, width, at_scope = integer_modifier(item, "offset"), max(num_bytes, 4), scope(item)
 
     def step(wave: Wave) -> None:
         parts, outside = _resolve(wave, form, num_bytes)
@@ -262,7 +265,7 @@ def _load_to_lds(item: Instruction, form: Form, num_bytes: int) -> Step:
         def effect() -> None:
             for part in parts:
                 lanes = LANE if part.lanes is None else part.lanes
-                local.store(memory, base + lanes * width, part.load(), width)
+                local.store(memory, base + lanes * width, wave.group.cache.load(part, at_scope), width)
             if outside is not None:
                 local.store(memory, base + outside * width, np.zeros((len(outside), width // 4), np.uint32), width)
 
@@ -283,7 +286,7 @@ def _scalar_load(item: Instruction, count: int) -> Step:
         address = (base(wave) + offset(wave) + extra) & ~3
         buffer = wave.group.machine.memory.find(wave.group.rank, address, address + 4 * count)
         first = (address - buffer.address) >> 2
-        wave.s[target : target + count] = buffer.words[first : first + count]
+        wave.s[target : target + count] = wave.group.cache.load_scalar(buffer.address, first, count)
         wave.lgkm.append(Access(registers=registers, ordered=False))
         wave.pending |= registers
 

@@ -60,6 +60,7 @@ def unpacked(raw: bytes, scales: bytes, select: int, fmt: int, rows: int, depth:
     registers, values = FORMATS[fmt]
     groups = 64 // rows
     codes = np.frombuffer(raw, U32).reshape(registers, 64).T.copy().view(np.uint8)
+    matrix: Array
     if fmt == FP4:
         matrix = values[codes].reshape(groups, rows, BLOCK).swapaxes(0, 1)
     else:
