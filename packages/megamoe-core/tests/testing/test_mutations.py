@@ -243,6 +243,7 @@ LIMIT = {"swiglu_limit": 10.0, "inputs": InputKind.OUTLIERS}
 MUTATIONS = [
     # The four of docs/numerics.md.
     Mutation(make=per_64_scale, mode=A8W8, caught_by=("staged",)),
+    Mutation(make=per_64_scale, mode=A8W8, caught_by=("staged",), fields=FP8_P2P),
     Mutation(make=dropped_clamp, mode=A8W8, caught_by=("staged", "taps"), fields=LIMIT),
     Mutation(make=dropped_clamp, mode=A4W4, caught_by=("staged", "taps"), fields=LIMIT),
     Mutation(make=weight_before_a2, mode=A8W8, caught_by=("taps",)),  # FP32 scales absorb it: the output can't show it

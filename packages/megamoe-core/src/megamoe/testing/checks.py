@@ -5,6 +5,7 @@ The conformance tests call these, and so do the mutation tests, which show that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,6 @@ from megamoe.testing.data import Call
 from megamoe.testing.tolerances import (
     BF16_OVER_FP8_TRANSPORT,
     ORACLE_GATES,
-    STAGED_BOUNDS,
     StagedBounds,
     calc_diff,
     code_distance,
@@ -25,6 +25,7 @@ from megamoe.testing.tolerances import (
     row_rel_l2,
     same_bits,
     sampling_error,
+    staged_bounds,
 )
 
 
@@ -57,7 +58,7 @@ def check_oracle(problem: MoEProblem, outputs: Sequence[Tensor], oracle: Sequenc
 def check_staged(problem: MoEProblem, outputs: Sequence[Tensor], staged: Sequence[Tensor]) -> None:
     """Hold the outputs of all ranks to the staged reference: the whole, and each row."""
     got, expected = _joined(outputs, staged)
-    bounds = STAGED_BOUNDS[QuantMode(problem.quant)]
+    bounds = staged_bounds(problem)
     distance = rel_l2(got, expected)
     assert distance < bounds.y_rel_l2, f"relL2 {distance:.4g} from the staged reference; the bound is {bounds.y_rel_l2}"
     _check_rows(got, expected, bounds.y_row_rel_l2, "the staged reference", outputs)
@@ -65,7 +66,7 @@ def check_staged(problem: MoEProblem, outputs: Sequence[Tensor], staged: Sequenc
 
 def check_taps(problem: MoEProblem, taps: Sequence[StageTaps | None], staged: Sequence[StageTaps]) -> None:
     """Hold what stood between the stages to the staged reference, rank by rank."""
-    bounds = STAGED_BOUNDS[QuantMode(problem.quant)]
+    bounds = staged_bounds(problem)
     assert len(taps) == len(staged)
     for rank, (got, expected) in enumerate(zip(taps, staged)):
         if got is None:
@@ -129,8 +130,9 @@ def _check_a2(rank: int, got: Quantized, expected: Quantized, order: Tensor, bou
         return
     most = int((steps * ~same_scale).max())
     assert most <= bounds.code_steps, f"rank {rank}: an A2 code under another scale is {most} steps off"
-    most, changed = int((steps * same_scale).max()), int((steps.ne(0) & same_scale).sum())
-    assert most <= 1, f"rank {rank}: an A2 code is {most} steps off"
+    far, limit = int(((steps > 1) & same_scale).sum()), math.ceil(bounds.far_fraction * steps.numel())
+    assert far <= limit, f"rank {rank}: {far} A2 codes are up to {int(steps.max())} steps off; the bound is {limit}"
+    changed = int((steps.ne(0) & same_scale).sum())
     limit = max(bounds.code_fraction * steps.numel(), FEW)
     assert changed <= limit, f"rank {rank}: {changed} of {steps.numel()} A2 codes differ; the bound is {limit:.0f}"
 

@@ -14,12 +14,12 @@ Measures are taken in FP64 over all elements; a row measure keeps one wrong row 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megamoe.problem import QuantMode
+from megamoe.problem import MoEProblem, QuantMode, Transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,7 @@ class StagedBounds:
         scale_steps: distance of an E8M0 A2 scale in powers of two.
         code_steps: distance of an A2 code, in steps of its format, in a block whose E8M0 scale differs; 1 elsewhere.
         code_fraction: fraction of A2 codes, and of E8M0 scales, that may differ at all.
+        far_fraction: fraction of A2 codes under equal E8M0 scales that may differ by more than one step.
         contribution_rel_l2: weighted GEMM2 rows before the transport.
         y_rel_l2: the output.
         y_row_rel_l2: the worst output row.
@@ -72,34 +73,46 @@ class StagedBounds:
     scale_steps: int
     code_steps: int
     code_fraction: float
+    far_fraction: float
     contribution_rel_l2: float
     y_rel_l2: float
     y_row_rel_l2: float
 
 
-# a8w8: docs/numerics.md; Hopper's FP8 accumulator keeps 13 to 14 bits between promotions, so gate_up may be 5e-4 off
-# and codes near a rounding boundary flip. A wrong scale granularity gives 0.021 and must stay outside.
+# a8w8, calibrated on an H200 (2026-11-30, kernel ff97613, the matrix's 103 cases over BF16 at EP 1 to 8), the worst of
+# each: GEMM1 1.5e-4 off (Hopper's FP8 accumulator keeps 13 to 14 bits between promotions); A2 scales 9.5e-4, 1.2e-3 on
+# heavy-tailed input; 0.54% of A2 codes differ; the output 0.0065, its median 0.004. A wrong scale granularity gives
+# 0.021 and must stay outside.
+#   Rows: where I is 128 and a token has one or two picks, one flipped code moves a row by its share in it: 0.034.
+#   Far codes: under a tight clamp (1.5, gates of 8), GEMM1's error is that of the unclamped value, and what lies inside
+#   the clamp moves by up to 14 steps, in 2e-5 of all codes (simulated with GEMM1's measured error).
 # a8w4 and a4w4 may flip an E8M0 scale whose amax sits on a power of two: then all 32 codes move by up to a binade,
 # which is 8 steps of e4m3 and 2 of e2m1.
 # bf16 has no scales; a flipped code is one BF16 step, 2^-8 of the value.
 STAGED_BOUNDS = {
     QuantMode.BF16: StagedBounds(
-        gate_up_rel_l2=5e-5, scale_rel=0.0, scale_steps=0, code_steps=1, code_fraction=0.02,
+        gate_up_rel_l2=5e-5, scale_rel=0.0, scale_steps=0, code_steps=1, code_fraction=0.02, far_fraction=0.0,
         contribution_rel_l2=1e-3, y_rel_l2=2e-3, y_row_rel_l2=4e-3,
     ),
     QuantMode.A8W8: StagedBounds(
-        gate_up_rel_l2=5e-4, scale_rel=1e-3, scale_steps=0, code_steps=1, code_fraction=0.01,
-        contribution_rel_l2=0.01, y_rel_l2=0.01, y_row_rel_l2=0.03,
+        gate_up_rel_l2=5e-4, scale_rel=1.5e-3, scale_steps=0, code_steps=1, code_fraction=0.01, far_fraction=1e-4,
+        contribution_rel_l2=0.01, y_rel_l2=0.01, y_row_rel_l2=0.06,
     ),
     QuantMode.A8W4: StagedBounds(
-        gate_up_rel_l2=5e-4, scale_rel=1e-3, scale_steps=1, code_steps=8, code_fraction=0.01,
+        gate_up_rel_l2=5e-4, scale_rel=1e-3, scale_steps=1, code_steps=8, code_fraction=0.01, far_fraction=0.0,
         contribution_rel_l2=0.01, y_rel_l2=0.01, y_row_rel_l2=0.03,
     ),
     QuantMode.A4W4: StagedBounds(
-        gate_up_rel_l2=5e-4, scale_rel=0.0, scale_steps=1, code_steps=2, code_fraction=0.01,
+        gate_up_rel_l2=5e-4, scale_rel=0.0, scale_steps=1, code_steps=2, code_fraction=0.01, far_fraction=0.0,
         contribution_rel_l2=0.02, y_rel_l2=0.02, y_row_rel_l2=0.06,
     ),
 }  # fmt: skip
+
+# Where the rows that two backends round to e4m3 differ by d, a code flips with probability |d| / step and moves by a
+# whole step: the square of the distance grows by step * |d|, which over Gaussian rows is 0.058 d in units of the row.
+# d = 0.0044 (the output over BF16) gives at most 0.016; less where few rows hold most of the distance. Measured on the
+# same H200, 28 cases: 0.0135, worst row 0.039. A wrong scale granularity (d = 0.021) gives 0.04 and must stay outside.
+A8W8_OVER_FP8_TRANSPORT_Y_REL_L2 = 0.02
 
 
 def sampling_error(num_values: int) -> float:
@@ -109,6 +122,14 @@ def sampling_error(num_values: int) -> float:
     rows of 256. Random small cases were up to 1.01 times a gate without it.
     """
     return 1 / math.sqrt(max(num_values / 32, 1.0))
+
+
+def staged_bounds(problem: MoEProblem) -> StagedBounds:
+    """What a backend that runs `problem` is held to."""
+    bounds = STAGED_BOUNDS[QuantMode(problem.quant)]
+    if problem.quant is QuantMode.A8W8 and problem.transport is Transport.FP8_BLOCKWISE_1X32:
+        return replace(bounds, y_rel_l2=A8W8_OVER_FP8_TRANSPORT_Y_REL_L2)
+    return bounds
 
 
 def rel_l2(got: Tensor, expected: Tensor) -> float:
