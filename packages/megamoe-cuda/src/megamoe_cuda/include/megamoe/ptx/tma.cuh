@@ -16,10 +16,6 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
 }
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Box at (column `x`, row `y`) of a 2-D map.
 __device__ __forceinline__ void tma_load_2d(uint32_t destination, const TensorMap& map, uint32_t x, uint32_t y,
                                             uint32_t barrier) {
@@ -38,6 +34,10 @@ __device__ __forceinline__ void tma_load_2d_evict_first(uint32_t destination, co
         "%3}], [%4], %5;" ::"r"(destination),
         "l"(&map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
         : "memory");
+}
+// The same box into the L2 cache only; a hint.
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap& map, uint32_t x, uint32_t y) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
 }
 // Contiguous bytes; addresses and size are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t num_bytes,
