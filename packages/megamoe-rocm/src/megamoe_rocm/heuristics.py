@@ -61,8 +61,10 @@ class TileConfig:
         for name in ("block_m", "gemm2_block_m", "gemm1_block_n", "gemm2_block_n", "num_warps", "pull_rows"):
             value = getattr(self, name)
             self._require(name, value > 0 and value & (value - 1) == 0, "a power of two")
-        self._require("gemm1_block_n", self.gemm1_block_n >= GATE_UP_COLUMNS, f"at least {GATE_UP_COLUMNS}")
-        self._require("gemm2_block_n", self.gemm2_block_n >= 32, "at least 32, a block of the FP8 transport")
+        widest = {"gemm1_block_n": 2 * SCALE_BLOCK_COLUMNS, "gemm2_block_n": SCALE_BLOCK_COLUMNS}
+        for name, most in widest.items():  # divides 2I or H, which are such multiples: no tile is partial
+            fits = GATE_UP_COLUMNS <= getattr(self, name) <= most
+            self._require(name, fits, f"{GATE_UP_COLUMNS} to {most}")
         self._require("gemm2_block_m", self.gemm2_block_m <= self.block_m, f"at most block_m = {self.block_m}")
         self._require("pull_rows", self.pull_rows <= self.block_m, f"at most block_m = {self.block_m}")
         for name in ("lead_blocks", "units_per_ticket", "programs_per_cu"):

@@ -26,7 +26,7 @@ from megamoe.symm import Group
 from megamoe.tensors import ExpertWeights, Mxfp4Weights, PreparedWeights
 from megamoe_rocm import weights as kernel_weights
 from megamoe_rocm.heuristics import SessionConfig
-from megamoe_rocm.kernels.launch import PHASES, CallTensors, Launch, RankCall
+from megamoe_rocm.kernels.launch import PHASES, CallTensors, Launch, RankCall, pull_parameters
 from megamoe_rocm.kernels.workspace import STATUS_WORDS, RankMemory, kernel_workspace
 from megamoe_rocm.taps import read_taps
 
@@ -94,6 +94,7 @@ class RocmSession(Session):
         self._memory = Memory(ranks=(), release=_nothing)
         self._ranks: dict[int, RankMemory] = {}
         self._peers = torch.empty(0)
+        self._parameters: dict[int, Tensor] = {}
         self._no_limit = torch.full((1,), NO_LIMIT, dtype=torch.int32, device=device)
         # The kernels write here when a wait has timed out; the host reads it without a synchronisation.
         self._reports = torch.zeros(
@@ -108,6 +109,9 @@ class RocmSession(Session):
         self._ranks = {rank: RankMemory(self._layout, self._memory.ranks[rank]) for rank in self._driven}
         addresses = [memory.data_ptr() for memory in self._memory.ranks]
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        self._parameters = {
+            rank: pull_parameters(self.plan.problem, rank, memory) for rank, memory in self._ranks.items()
+        }
         self.start_epochs(0)
 
     # -- weights ------------------------------------------------------------------------------------------------
@@ -153,6 +157,7 @@ class RocmSession(Session):
                 rings=self._config.rings,
                 memory=self._ranks[rank],
                 peers=self._peers,
+                pull_parameters=self._parameters[rank],
                 num_programs=self.plan.device.num_sms * tile.programs_per_cu,
                 polls=self._polls,
             ).phases(call)

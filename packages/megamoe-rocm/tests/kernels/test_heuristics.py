@@ -70,6 +70,8 @@ def test_an_automatic_session_has_a_ring_for_each_tile_that_it_picks(capacity: i
         {"block_m": 96},
         {"gemm2_block_m": 128},
         {"gemm1_block_n": 32},
+        {"gemm1_block_n": 1024},
+        {"gemm2_block_n": 512},
         {"pull_rows": 64},
         {"units_per_ticket": 0},
         {"weight_cache": ".nt"},

@@ -11,28 +11,25 @@ from megamoe_rocm.kernels.layouts import scale_offset
 
 
 @triton.jit
+def parameter(parameters, name: tl.constexpr):
+    """A parameter of `pull_rows`, int64; `name` is its place in launch.PullParameter."""
+    return tl.load(parameters + name)
+
+
+@triton.jit
+def array(parameters, name: tl.constexpr, dtype: tl.constexpr):
+    """A parameter that is the address of an array; arrays of a workspace are aligned."""
+    return tl.multiple_of(parameter(parameters, name).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def pull_rows(
+    parameters,
     block_table,
-    route_counts,
-    first_entries,
-    route_entries,
     peers,
-    input_payload_offset,
-    input_scales_offset,
-    pool_payload,
-    pool_scales,
-    pool_meta,
     block,
     slot,
     first_row,
-    rank,
-    ep_size,
-    num_local_experts,
-    entries_per_src,
-    top_k,
-    hidden_size,
-    payload_stride,
-    scales_stride,
     FP4: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
@@ -43,12 +40,33 @@ def pull_rows(
     """Pull rows `first_row .. first_row + ROWS - 1` of `block` into ring slot `slot`; returns how many there were.
 
     Which source and entry a row of the block is follows from the counts: an expert's rows are ordered by source rank,
-    `rank` first. Padding rows are neither read nor written.
+    this rank's own first. Padding rows are neither read nor written.
 
     Args:
-        payload_stride, scales_stride: bytes from row to row, of the input arrays and of the pool alike.
+        parameters: int64 words in the order of launch.PullParameter. They are in memory because a persistent kernel
+            holds its arguments in scalar registers from beginning to end, and there are too few.
         WORDS, SCALES: 32-bit words and scale bytes of a row that are moved at a time.
     """
+    route_counts = array(parameters, 0, tl.int32)
+    first_entries = array(parameters, 1, tl.int32)
+    route_entries = array(parameters, 2, tl.int64)
+    pool_payload = array(parameters, 3, tl.uint8)
+    pool_scales = array(parameters, 4, tl.uint8)
+    pool_meta = array(parameters, 5, tl.int32)
+    home_rows = array(parameters, 6, tl.int64)
+    input_payload_offset = parameter(parameters, 7)
+    input_scales_offset = parameter(parameters, 8)
+    combine_offset = parameter(parameters, 9)
+    combine_row_bytes = parameter(parameters, 10)
+    payload_stride = tl.multiple_of(parameter(parameters, 11), 16)
+    scales_stride = tl.multiple_of(parameter(parameters, 12), 16)
+    hidden_size = parameter(parameters, 13).to(tl.int32)
+    top_k = parameter(parameters, 14).to(tl.int32)
+    capacity = parameter(parameters, 15)
+    num_local_experts = parameter(parameters, 16).to(tl.int32)
+    ep_size = parameter(parameters, 17).to(tl.int32)
+    rank = parameter(parameters, 18).to(tl.int32)
+
     expert = tl.load(block_table + block * 4)
     expert_row = tl.load(block_table + block * 4 + 1) + first_row
     num_rows = tl.minimum(tl.load(block_table + block * 4 + 2) - first_row, ROWS)
@@ -60,13 +78,13 @@ def pull_rows(
     num = tl.load(route_counts + of_expert, mask=step < ep_size, other=0)
     end = tl.cumsum(num, axis=0)
     first_entry = tl.load(first_entries + of_expert, mask=step < ep_size, other=0)
-    place = tl.expand_dims(expert_row + row, 1)
-    is_from = (place < tl.expand_dims(end, 0)) & (place >= tl.expand_dims(end - num, 0))
+    of_block = tl.expand_dims(expert_row + row, 1)
+    is_from = (of_block < tl.expand_dims(end, 0)) & (of_block >= tl.expand_dims(end - num, 0))
     src = tl.sum(tl.where(is_from, tl.expand_dims(source, 0), 0), axis=1)
-    entry = tl.sum(tl.where(is_from, place + tl.expand_dims(first_entry - (end - num), 0), 0), axis=1)
+    entry = tl.sum(tl.where(is_from, of_block + tl.expand_dims(first_entry - (end - num), 0), 0), axis=1)
 
     is_row = row < num_rows
-    record = tl.load(route_entries + src.to(tl.int64) * entries_per_src + entry, mask=is_row, other=0)
+    record = tl.load(route_entries + src.to(tl.int64) * capacity * top_k + entry, mask=is_row, other=0)
     pick = (record & 0xFFFFFFFF).to(tl.int32)
     token = (pick // top_k).to(tl.int64)
     pool_row = tl.cast(slot, tl.int64) * BLOCK_M + first_row + row
@@ -74,6 +92,9 @@ def pull_rows(
     tl.store(meta, src, mask=is_row)
     tl.store(meta + 1, pick, mask=is_row)
     tl.store(meta + 2, (record >> 32).to(tl.int32), mask=is_row)
+    place = (pick % top_k).to(tl.int64) * capacity + token
+    home_row = peer_address(peers, src, combine_offset) + place * combine_row_bytes
+    tl.store(home_rows + pool_row, home_row, mask=is_row)
 
     source_row = peer_address(peers, src, input_payload_offset) + token * payload_stride
     target_row = pool_payload + pool_row * payload_stride

@@ -48,7 +48,6 @@ def store_a2(
     a2_payload,
     a2_scales,
     y,
-    num_rows,
     first_channel,
     intermediate_size,
     payload_stride,
@@ -57,17 +56,20 @@ def store_a2(
     CHANNELS: tl.constexpr,
     STORE_CACHE: tl.constexpr,
 ):
-    """Requantise `[BLOCK_M, CHANNELS]` per 1x32 and store the first `num_rows` rows into a ring slot of A2."""
+    """Requantise `[BLOCK_M, CHANNELS]` per 1x32 and store it into a ring slot of A2.
+
+    Padding rows are stored too: nobody reads what comes of them, and a mask per row costs more scalar registers than
+    there are.
+    """
     words, scales = quantize_blocks(y, BLOCK_M, CHANNELS, FP4)
     PER_WORD: tl.constexpr = 8 if FP4 else 4
     row = tl.expand_dims(tl.arange(0, BLOCK_M), 1)
     word = tl.expand_dims(first_channel // PER_WORD + tl.arange(0, CHANNELS // PER_WORD), 0)
-    inside = (row < num_rows) & (word * PER_WORD < intermediate_size)
     target = (a2_payload + row * payload_stride).to(tl.pointer_type(tl.int32)) + word
-    tl.store(target, words, mask=inside, cache_modifier=STORE_CACHE)
+    tl.store(target, words, cache_modifier=STORE_CACHE)
     block = tl.expand_dims(first_channel // 32 + tl.arange(0, CHANNELS // 32), 0)
-    inside = (row < num_rows) & (block * 32 < intermediate_size)
-    tl.store(a2_scales + scale_offset(row, block, intermediate_size), scales, mask=inside, cache_modifier=STORE_CACHE)
+    target = a2_scales + scale_offset(row, block, intermediate_size)
+    tl.store(target, scales, cache_modifier=STORE_CACHE)
 
 
 @triton.jit
@@ -79,26 +81,18 @@ def dispatch_gemm1(
     status,
     block_table,
     num_blocks,
-    route_counts,
-    first_entries,
-    route_entries,
     peers,
+    pull_parameters,
     pool_payload,
     pool_scales,
-    pool_meta,
     a2_payload,
     a2_scales,
     w13,
     w13_scale,
     w13_bias,
     gate_up_tap,
-    input_payload_offset,
-    input_scales_offset,
     rank,
     ep_size,
-    num_local_experts,
-    entries_per_src,
-    top_k,
     hidden_size,
     intermediate_size,
     hidden_payload_stride,
@@ -131,11 +125,14 @@ def dispatch_gemm1(
 ):
     """Blocks `first_block .. first_block + ring_blocks - 1` of this rank's plan, those that there are.
 
+    BLOCK_N divides 2I: it is at most 512, and I a multiple of 256.
+
     Args:
         counts_published: `[ep_size]` flags; every program acquires them, since it reads what peers stored.
         rows_arrived: `[2, counter_words]` int32 by parity, one word per block; the chunks of a block count rows and
             waves.
         launch_counters: `[2, launch_words]` int32; `ticket` is the word that counts this launch's tickets.
+        pull_parameters: see `pull_rows`.
         w13, w13_scale: `[E_local, 2I, H / 2]`, `[E_local, 2I, H / 32]` in the layout of weights.py.
         w13_bias: `[E_local, 2I]` FP32 in the order BLOCKS_16, read if HAS_BIAS.
         gate_up_tap: `[ring rows, 2I]` FP32; receives the accumulators if TAP.
@@ -147,7 +144,7 @@ def dispatch_gemm1(
 
     blocks = tl.minimum(tl.maximum(tl.load(num_blocks) - first_block, 0), ring_blocks)
     num_columns = 2 * intermediate_size
-    num_tiles = (num_columns + BLOCK_N - 1) // BLOCK_N
+    num_tiles = num_columns // BLOCK_N
     CHUNKS: tl.constexpr = BLOCK_M // PULL_ROWS
     num_units = blocks * (CHUNKS + num_tiles)
     first_unit = tl.program_id(0) * 0
@@ -160,27 +157,12 @@ def dispatch_gemm1(
             if is_tile == 0:
                 if index * PULL_ROWS < num_rows:
                     pulled = pull_rows(
+                        pull_parameters,
                         block_table,
-                        route_counts,
-                        first_entries,
-                        route_entries,
                         peers,
-                        input_payload_offset,
-                        input_scales_offset,
-                        pool_payload,
-                        pool_scales,
-                        pool_meta,
                         block,
                         slot,
                         index * PULL_ROWS,
-                        rank,
-                        ep_size,
-                        num_local_experts,
-                        entries_per_src,
-                        top_k,
-                        hidden_size,
-                        hidden_payload_stride,
-                        hidden_scales_stride,
                         FP4,
                         BLOCK_M,
                         PULL_ROWS,
@@ -201,7 +183,6 @@ def dispatch_gemm1(
                     w13 + expert * num_columns * (hidden_size // 2),
                     w13_scale + expert * num_columns * (hidden_size // 32),
                     index * BLOCK_N,
-                    num_columns,
                     hidden_size,
                     FP4,
                     BLOCK_M,
@@ -211,17 +192,15 @@ def dispatch_gemm1(
                 )
                 column = index * BLOCK_N + tl.arange(0, BLOCK_N)
                 if HAS_BIAS:
-                    bias = tl.load(w13_bias + expert * num_columns + column, mask=column < num_columns, other=0.0)
-                    acc += tl.expand_dims(bias, 0)
+                    acc += tl.expand_dims(tl.load(w13_bias + expert * num_columns + column), 0)
                 if TAP:
                     row = tl.expand_dims(first_row + tl.arange(0, BLOCK_M), 1)
-                    inside = tl.expand_dims(column < num_columns, 0) & (row < first_row + num_rows)
-                    tl.store(gate_up_tap + row * num_columns + tl.expand_dims(column, 0), acc, mask=inside)
+                    target = gate_up_tap + row * num_columns + tl.expand_dims(column, 0)
+                    tl.store(target, acc, mask=row < first_row + num_rows)
                 store_a2(
                     a2_payload + first_row * a2_payload_stride,
                     a2_scales + first_row * a2_scales_stride,
                     swiglu(acc, limit, BLOCK_M, BLOCK_N // 2, OAI),
-                    num_rows,
                     index * (BLOCK_N // 2),
                     intermediate_size,
                     a2_payload_stride,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe_rocm.kernels.flags import arrive, call_epoch, peer_address, publish
+from megamoe_rocm.kernels.flags import arrive, call_epoch, publish
 from megamoe_rocm.kernels.main_loop import multiply
 from megamoe_rocm.kernels.numerics import bf16_bits, quantize_blocks
 from megamoe_rocm.kernels.units import take_ticket
@@ -16,31 +16,30 @@ from megamoe_rocm.kernels.units import take_ticket
 def send_rows(
     rows,
     home_row,
-    is_row,
     first_column,
     hidden_size,
     FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store FP32 `[BLOCK_M, BLOCK_N]` into rows of `combine` at addresses `home_row`, write-through.
+    """Store FP32 `[BLOCK_M, BLOCK_N]` into rows of `combine` at addresses `home_row`, 0 for padding; write-through.
 
     bf16: 2 H bytes a row. FP8: H bytes of e4m3, then H / 32 scale bytes; H + H / 32 bytes move.
     """
-    is_row = tl.expand_dims(is_row, 1)
     home_row = tl.expand_dims(home_row, 1)
+    is_row = home_row != 0
     if FP8:
         words, scales = quantize_blocks(rows, BLOCK_M, BLOCK_N, False)
         word = tl.expand_dims(first_column // 4 + tl.arange(0, BLOCK_N // 4), 0)
         target = home_row.to(tl.pointer_type(tl.int32)) + word
-        tl.store(target, words, mask=is_row & (word * 4 < hidden_size), cache_modifier=".wt")
+        tl.store(target, words, mask=is_row, cache_modifier=".wt")
         block = tl.expand_dims(first_column // 32 + tl.arange(0, BLOCK_N // 32), 0)
         target = home_row.to(tl.pointer_type(tl.uint8)) + hidden_size + block
-        tl.store(target, scales, mask=is_row & (block * 32 < hidden_size), cache_modifier=".wt")
+        tl.store(target, scales, mask=is_row, cache_modifier=".wt")
     else:
         column = tl.expand_dims(first_column + tl.arange(0, BLOCK_N), 0)
         target = home_row.to(tl.pointer_type(tl.uint16)) + column
-        tl.store(target, bf16_bits(rows), mask=is_row & (column < hidden_size), cache_modifier=".wt")
+        tl.store(target, bf16_bits(rows), mask=is_row, cache_modifier=".wt")
 
 
 @triton.jit
@@ -52,18 +51,15 @@ def gemm2_p2p(
     num_blocks,
     peers,
     pool_meta,
+    home_rows,
     a2_payload,
     a2_scales,
     w2,
     w2_scale,
     w2_bias,
-    combine_offset,
     finished_offset,
-    combine_row_bytes,
     rank,
     ep_size,
-    capacity,
-    top_k,
     hidden_size,
     intermediate_size,
     a2_payload_stride,
@@ -89,18 +85,20 @@ def gemm2_p2p(
     """Blocks `first_block .. first_block + ring_blocks - 1`, those that there are; stage 1 of them has ended.
 
     A unit is a tile of `TILE_M` rows of a block and `BLOCK_N` columns; tiles without a valid row are skipped. In the
-    call's last launch (`is_last`), the last program to arrive raises rank_finished on every rank.
+    call's last launch (`is_last`), the last program to arrive raises rank_finished on every rank. BLOCK_N divides H: it
+    is at most 256, and H a multiple of 256.
 
     Args:
         w2, w2_scale: `[E_local, H, I / 2]`, `[E_local, H, I / 32]` in the layout of weights.py.
         w2_bias: `[E_local, H]` FP32, read if HAS_BIAS.
-        combine_offset, finished_offset: bytes from a rank's base to its `combine` and `rank_finished`.
+        home_rows: address of each pool row's place in `combine` of its home rank.
+        finished_offset: bytes from a rank's base to its `rank_finished`.
         ticket, join: words of `launch_counters`: tickets of this launch, arrivals of the call's last one.
     """
     call = call_epoch(epoch)
     counters = launch_counters + (call & 1) * launch_words
     blocks = tl.minimum(tl.maximum(tl.load(num_blocks) - first_block, 0), ring_blocks)
-    num_tiles = (hidden_size + BLOCK_N - 1) // BLOCK_N
+    num_tiles = hidden_size // BLOCK_N
     PARTS: tl.constexpr = BLOCK_M // TILE_M
     num_units = blocks * PARTS * num_tiles
     first_unit = tl.program_id(0) * 0
@@ -122,7 +120,6 @@ def gemm2_p2p(
                     w2 + expert * hidden_size * (intermediate_size // 2),
                     w2_scale + expert * hidden_size * (intermediate_size // 32),
                     first_column,
-                    hidden_size,
                     intermediate_size,
                     FP4,
                     TILE_M,
@@ -132,18 +129,12 @@ def gemm2_p2p(
                 )
                 column = first_column + tl.arange(0, BLOCK_N)
                 if HAS_BIAS:
-                    bias = tl.load(w2_bias + expert * hidden_size + column, mask=column < hidden_size, other=0.0)
-                    acc += tl.expand_dims(bias, 0)
+                    acc += tl.expand_dims(tl.load(w2_bias + expert * hidden_size + column), 0)
                 row = first_row + tl.arange(0, TILE_M)
-                is_row = row < num_rows
-                meta = pool_meta + (slot_row + row) * 4
-                home = tl.load(meta, mask=is_row, other=0)
-                pick = tl.load(meta + 1, mask=is_row, other=0)
-                weight = tl.load(meta + 2, mask=is_row, other=0).to(tl.float32, bitcast=True)
-                place = (pick % top_k).to(tl.int64) * capacity + pick // top_k
-                home_row = peer_address(peers, home, combine_offset) + place * combine_row_bytes
-                acc *= tl.expand_dims(weight, 1)
-                send_rows(acc, home_row, is_row, first_column, hidden_size, FP8_TRANSPORT, TILE_M, BLOCK_N)
+                weight = tl.load(pool_meta + (slot_row + row) * 4 + 2)
+                home_row = tl.load(home_rows + slot_row + row, mask=row < num_rows, other=0)
+                acc *= tl.expand_dims(weight.to(tl.float32, bitcast=True), 1)
+                send_rows(acc, home_row, first_column, hidden_size, FP8_TRANSPORT, TILE_M, BLOCK_N)
 
     if is_last != 0:
         before = arrive(counters + join, 1, WAVES, "sys")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -88,6 +89,62 @@ class CallTensors:
     gate_up_tap: Tensor | None = None
 
 
+class PullParameter(IntEnum):
+    """Words of `pull_parameters`: addresses of own arrays, offsets on any rank, and sizes."""
+
+    ROUTE_COUNTS = 0
+    FIRST_ENTRIES = 1
+    ROUTE_ENTRIES = 2
+    POOL_PAYLOAD = 3
+    POOL_SCALES = 4
+    POOL_META = 5
+    HOME_ROWS = 6
+    INPUT_PAYLOAD_OFFSET = 7
+    INPUT_SCALES_OFFSET = 8
+    COMBINE_OFFSET = 9
+    COMBINE_ROW_BYTES = 10
+    PAYLOAD_STRIDE = 11
+    SCALES_STRIDE = 12
+    HIDDEN_SIZE = 13
+    TOP_K = 14
+    CAPACITY = 15
+    NUM_LOCAL_EXPERTS = 16
+    EP_SIZE = 17
+    RANK = 18
+
+
+def pull_parameters(problem: MoEProblem, rank: int, memory: RankMemory) -> Tensor:
+    """Int64 `[len(PullParameter)]` beside `memory`: what pulls need to know, the same in every call."""
+    layout = memory.layout
+    values = {
+        PullParameter[name.upper()]: memory.bytes(name).data_ptr()
+        for name in (
+            "route_counts",
+            "first_entries",
+            "route_entries",
+            "pool_payload",
+            "pool_scales",
+            "pool_meta",
+            "home_rows",
+        )
+    }
+    values |= {
+        PullParameter.INPUT_PAYLOAD_OFFSET: layout.offset("input_payload"),
+        PullParameter.INPUT_SCALES_OFFSET: layout.offset("input_scales"),
+        PullParameter.COMBINE_OFFSET: layout.offset("combine"),
+        PullParameter.COMBINE_ROW_BYTES: layout["combine"].row_bytes,
+        PullParameter.PAYLOAD_STRIDE: layout["pool_payload"].row_bytes,
+        PullParameter.SCALES_STRIDE: layout["pool_scales"].row_bytes,
+        PullParameter.HIDDEN_SIZE: problem.hidden_size,
+        PullParameter.TOP_K: problem.top_k,
+        PullParameter.CAPACITY: problem.num_max_tokens_per_rank,
+        PullParameter.NUM_LOCAL_EXPERTS: problem.num_local_experts,
+        PullParameter.EP_SIZE: problem.ep_size,
+        PullParameter.RANK: rank,
+    }
+    return torch.tensor([values[word] for word in PullParameter], dtype=torch.int64, device=memory.workspace.device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankCall:
     """One call of one rank.
@@ -100,6 +157,7 @@ class RankCall:
         rings: of all tiles of the session.
         memory: the rank's workspace.
         peers: `[ep_size]` int64 on the device: base addresses of all ranks' workspaces.
+        pull_parameters: made by `pull_parameters` of the same problem, rank and memory.
         num_programs: programs of a persistent launch; any number gives the same result.
         polls: how often a wait looks before it gives up.
     """
@@ -111,6 +169,7 @@ class RankCall:
     rings: Sequence[Ring]
     memory: RankMemory
     peers: Tensor
+    pull_parameters: Tensor
     num_programs: int
     polls: int
 
@@ -240,10 +299,10 @@ class RankCall:
             grid=(self.num_programs,),
             num_warps=tile.num_warps,
             arguments={
-                **self._words(*names, "route_counts", "first_entries", "pool_meta"),
+                **self._words(*names),
                 "rows_arrived": self.memory.words("counters"),
-                "route_entries": self.memory.bytes("route_entries").view(torch.int64),
                 "peers": self.peers,
+                "pull_parameters": self.pull_parameters,
                 "pool_payload": self.memory.bytes("pool_payload"),
                 "pool_scales": self.memory.bytes("pool_scales"),
                 "a2_payload": self.memory.bytes("a2_payload"),
@@ -252,13 +311,8 @@ class RankCall:
                 "w13_scale": call.weights["w13_weight_scale"],
                 "w13_bias": call.weights.get("w13_bias", call.topk_weights),
                 "gate_up_tap": call.topk_weights if call.gate_up_tap is None else call.gate_up_tap,
-                "input_payload_offset": self.memory.layout.offset("input_payload"),
-                "input_scales_offset": self.memory.layout.offset("input_scales"),
                 "rank": self.rank,
                 "ep_size": problem.ep_size,
-                "num_local_experts": problem.num_local_experts,
-                "entries_per_src": problem.num_max_tokens_per_rank * problem.top_k,
-                "top_k": problem.top_k,
                 "hidden_size": problem.hidden_size,
                 "intermediate_size": problem.intermediate_size,
                 "hidden_payload_stride": self._row_bytes("pool_payload"),
@@ -309,13 +363,10 @@ class RankCall:
                 "w2": call.weights["w2_weight"],
                 "w2_scale": call.weights["w2_weight_scale"],
                 "w2_bias": call.weights.get("w2_bias", call.topk_weights),
-                "combine_offset": self.memory.layout.offset("combine"),
+                "home_rows": self.memory.addresses("home_rows"),
                 "finished_offset": self.memory.layout.offset("rank_finished"),
-                "combine_row_bytes": self._row_bytes("combine"),
                 "rank": self.rank,
                 "ep_size": problem.ep_size,
-                "capacity": problem.num_max_tokens_per_rank,
-                "top_k": problem.top_k,
                 "hidden_size": problem.hidden_size,
                 "intermediate_size": problem.intermediate_size,
                 "a2_payload_stride": self._row_bytes("a2_payload"),

@@ -35,7 +35,6 @@ def multiply(
     weight,
     weight_scale,
     first_column,
-    num_columns,
     K,
     FP4: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -48,7 +47,7 @@ def multiply(
     Args:
         rows: the block's first row; e2m1 (FP4, two to a byte) or e4m3, rows `row_stride` bytes apart.
         row_scales: the block's E8M0 scales in operand order.
-        weight: the expert's `[num_columns, K / 2]` bytes of e2m1, preshuffled.
+        weight: the expert's `[N, K / 2]` bytes of e2m1, preshuffled; BLOCK_N divides N.
         weight_scale: its E8M0 scales in operand order.
         K: a multiple of BLOCK_K; BLOCK_K is a multiple of 256.
         WEIGHT_CACHE: cache modifier of the weights' loads.
@@ -63,8 +62,6 @@ def multiply(
     scale_group = first_column // 32 + tl.arange(0, BLOCK_N // 32)
     scale_byte = tl.arange(0, BLOCK_K)
     weight_byte = tl.arange(0, 8 * BLOCK_K)
-    has_weight = tl.expand_dims(weight_group * 16 < num_columns, 1)
-    has_scale = tl.expand_dims(scale_group * 32 < num_columns, 1)
 
     a = rows + tl.expand_dims(row.to(tl.int64) * row_stride, 1) + tl.expand_dims(byte, 0)
     a_scale = row_scales + tl.expand_dims(row_group * K, 1) + tl.expand_dims(scale_byte, 0)
@@ -74,10 +71,8 @@ def multiply(
     for _ in range(0, K, BLOCK_K):
         x = tl.load(a)
         x_scale = unshuffle_scales(tl.load(a_scale), BLOCK_M, BLOCK_K)
-        y = tl.load(w, mask=has_weight, other=0, cache_modifier=WEIGHT_CACHE)
-        y = tl.trans(unshuffle_weight(y, BLOCK_N, BLOCK_K))
-        y_scale = tl.load(w_scale, mask=has_scale, other=0, cache_modifier=WEIGHT_CACHE)
-        y_scale = unshuffle_scales(y_scale, BLOCK_N, BLOCK_K)
+        y = tl.trans(unshuffle_weight(tl.load(w, cache_modifier=WEIGHT_CACHE), BLOCK_N, BLOCK_K))
+        y_scale = unshuffle_scales(tl.load(w_scale, cache_modifier=WEIGHT_CACHE), BLOCK_N, BLOCK_K)
         if FP4:
             acc = tl.dot_scaled(x, x_scale, "e2m1", y, y_scale, "e2m1", acc)
         else:

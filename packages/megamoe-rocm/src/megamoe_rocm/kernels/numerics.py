@@ -47,7 +47,8 @@ def scale_byte(amax_bits, FP4: tl.constexpr):
         byte = ((amax_bits + 0x3FFFFF) >> 23) - 2
     else:
         byte = ((amax_bits + 0x1FFFFF) >> 23) - 8
-    return tl.where(amax_bits >= 0x7F800000, SCALE_NAN, tl.maximum(byte, 0))
+    is_nan = tl.minimum(tl.maximum(amax_bits - 0x7F7FFFFF, 0), 1)  # also Inf
+    return tl.maximum(byte, 0) | (is_nan * 255)
 
 
 @triton.jit
@@ -60,9 +61,8 @@ def scale_value(byte):
 
 @triton.jit
 def scale_reciprocal(byte):
-    """2^(127 - byte) in FP32, exact, NaN for 255; `byte` is what `scale_byte` gives: at most 253, or 255."""
-    bits = tl.where(byte == SCALE_NAN, 0x7FC00000, (254 - byte) << 23)
-    return bits.to(tl.float32, bitcast=True)
+    """2^(127 - byte) in FP32, exact; `byte` is what `scale_byte` gives: at most 253, or 255, for which it is no number."""
+    return ((254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def encode_element(x, MAX: tl.constexpr, MIN_NORMAL: tl.constexpr, SHIFT: tl.con
 
     Adding a power of two whose ulp is the element's step at this magnitude makes the FP32 adder round. Multiplied by
     2^(its bias - 127), the rounded value has the element's exponent and mantissa as its top bits, subnormal ones too.
-    No comparison is made: each would cost a mask per value.
+    No comparison is made, here and in what follows: each would hold a mask in scalar registers, and they run out.
 
     Args:
         MAX, MIN_NORMAL: FP32 bits of the element's largest value and smallest normal one.
@@ -126,15 +126,15 @@ def quantize_blocks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP4: tl.conste
     blocks = tl.reshape(x, [ROWS, COLUMNS // MX_BLOCK, MX_BLOCK])
     # As integers, magnitudes keep their order, and NaN is above all: no rule about NaN in max is needed.
     byte = scale_byte(tl.max(float_bits(blocks) & 0x7FFFFFFF, axis=2), FP4)
-    is_nan = tl.expand_dims(byte == SCALE_NAN, 2)
+    is_nan = tl.expand_dims((byte + 1) >> 8, 2)
     scaled = blocks * tl.expand_dims(scale_reciprocal(byte), 2)
     if FP4:
-        codes = tl.where(is_nan, 7, encode_e2m1(scaled))
+        codes = (encode_e2m1(scaled) | (is_nan * 7)) & (15 >> is_nan)  # +6 throughout a NaN block
         codes = join_columns(tl.reshape(codes, [ROWS, COLUMNS]), ROWS, COLUMNS, 4)
         codes = join_columns(codes, ROWS, COLUMNS // 2, 8)
         words = join_columns(codes, ROWS, COLUMNS // 4, 16)
     else:
-        codes = tl.where(is_nan, 0x7F, encode_e4m3(scaled))
+        codes = (encode_e4m3(scaled) | (is_nan * 0x7F)) & (255 >> is_nan)  # NaN throughout a NaN block
         codes = join_columns(tl.reshape(codes, [ROWS, COLUMNS]), ROWS, COLUMNS, 8)
         words = join_columns(codes, ROWS, COLUMNS // 2, 16)
     return words, byte.to(tl.uint8)

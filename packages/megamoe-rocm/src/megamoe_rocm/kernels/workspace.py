@@ -24,6 +24,7 @@ from megamoe.schedule.workspace import (
 )
 
 BLOCK_TABLE_BYTES = 16  # int32 local expert, first row within it, rows, unused
+ADDRESS_BYTES = 8
 STATUS_WORDS = 8  # as kernels/flags.py writes them
 
 
@@ -96,6 +97,7 @@ def kernel_workspace(problem: MoEProblem, rings: Sequence[Ring]) -> WorkspaceLay
         "block_table": ((max(ring.max_blocks for ring in rings),), BLOCK_TABLE_BYTES),
         "num_blocks": ((1,), WORD),
         "receive_counts": ((problem.num_local_experts,), WORD),
+        "home_rows": ((max(ring.num_rows for ring in rings),), ADDRESS_BYTES),  # where each pool row's result goes
         "launch_counters": ((2, launch_words(rings)), WORD),
     }
     for name, (dims, row_bytes) in own.items():
@@ -126,6 +128,10 @@ class RankMemory:
     def words(self, name: str) -> Tensor:
         """Array `name` as int32, flat."""
         return self.bytes(name).view(torch.int32).view(-1)
+
+    def addresses(self, name: str) -> Tensor:
+        """Array `name` as int64, flat."""
+        return self.bytes(name).view(torch.int64).view(-1)
 
     def start(self, last_epoch: int) -> None:
         """Ready the flags for the call after `last_epoch`. All ranks do this and meet before any of them launches."""
