@@ -46,10 +46,10 @@ def _patch() -> pytest.MonkeyPatch:
     patches.setattr(session, "load_or_compile", lambda config: config)
     patches.setattr(session, "LoadedKernel", CpuKernel)
     patches.setattr(session, "pinned_words", lambda count: torch.zeros(count, dtype=torch.int32, device="cpu"))
+    patches.setattr(session, "current_stream", lambda device_index: 0)
     for name, value in (
         ("current_device", lambda: None),
         ("synchronize", lambda device=None: None),
-        ("current_stream", lambda device=None: SimpleNamespace(cuda_stream=0)),
         ("is_current_stream_capturing", lambda: False),
         ("device", lambda device: contextlib.nullcontext()),
         ("nvtx", SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)),
