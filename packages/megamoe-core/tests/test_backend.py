@@ -98,7 +98,7 @@ def test_over_capacity() -> None:
     "name, value, match",
     [
         ("hidden_states", torch.zeros(5, H), "hidden_states has the wrong dtype; got torch.float32.*bfloat16"),
-        ("hidden_states", torch.zeros(5, H - 1, dtype=torch.bfloat16), r"has the wrong shape; got \(5, 255\); expected"),
+        ("hidden_states", torch.zeros(5, H - 1, dtype=torch.bfloat16), r"wrong shape; got \(5, 255\); expected"),
         ("hidden_states", torch.zeros(H, dtype=torch.bfloat16), "hidden_states is not a matrix"),
         ("topk_ids", torch.zeros(5, K, dtype=torch.int16), "topk_ids has the wrong dtype; got torch.int16.*int32 or"),
         ("topk_ids", torch.zeros(4, K, dtype=torch.int64), "topk_ids has the wrong shape"),

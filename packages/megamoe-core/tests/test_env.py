@@ -39,6 +39,14 @@ def test_a_timeout_is_a_positive_number(monkeypatch: pytest.MonkeyPatch, text: s
         env.timeout_s()
 
 
+@pytest.mark.parametrize("text", ["true", "no", "2"])
+def test_debug_is_0_or_1(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """ "false" and "off" must not switch it on."""
+    monkeypatch.setenv("MEGAMOE_DEBUG", text)
+    with pytest.raises(ConfigError, match=f"MEGAMOE_DEBUG.*{text}.*0 or 1"):
+        env.debug()
+
+
 @pytest.mark.parametrize("text", ["", "0"])
 def test_debug_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MEGAMOE_DEBUG", text)

@@ -41,6 +41,11 @@ def test_equal_problems_hash_equally() -> None:
     assert hash(MoEProblem(**GOOD)) == hash(MoEProblem(**GOOD, quant="a8w8", transport="bf16"))
 
 
+def test_equal_problems_print_equally() -> None:
+    """Ranks compare their plans by what they print: 7 on one and 7.0 on another is one problem."""
+    assert repr(MoEProblem(**GOOD, swiglu_limit=7)) == repr(MoEProblem(**GOOD, swiglu_limit=7.0))
+
+
 def test_frozen_and_keyword_only() -> None:
     with pytest.raises(FrozenInstanceError):
         MoEProblem(**GOOD).top_k = 3  # type: ignore[misc]
@@ -76,6 +81,10 @@ def test_sizes_are_positive_integers(field: str, value: object) -> None:
         ("swiglu_limit", -7.0, "swiglu_limit is not a clamp"),
         ("swiglu_limit", float("inf"), "swiglu_limit is not a clamp"),
         ("swiglu_limit", float("nan"), "swiglu_limit is not a clamp"),
+        ("swiglu_limit", "7", "swiglu_limit is not a clamp"),
+        ("swiglu_limit", True, "swiglu_limit is not a clamp"),
+        ("expert_bias", "no", "expert_bias is not a bool.*'no'"),
+        ("expert_bias", None, "expert_bias is not a bool"),
     ],
 )
 def test_refused(field: str, value: object, match: str) -> None:

@@ -73,6 +73,15 @@ def test_a_pair_where_there_are_scales_and_only_there(quant: str) -> None:
         make_weights(problem(quant), wrong, w2, layout="packed")
 
 
+@pytest.mark.parametrize("wrong", [None, "x", (), (None, None), (torch.zeros(1),) * 3])
+@pytest.mark.parametrize("quant", ["bf16", "a8w8"])
+def test_what_is_no_weight_is_refused(quant: str, wrong: Any) -> None:
+    with pytest.raises(InputError, match=f"w13_weight does not fit quant mode {quant}"):
+        make_weights(problem(quant), wrong, operands(quant)[1], layout="packed")
+    with pytest.raises(InputError, match="w2_bias is not a tensor"):
+        make_weights(problem(quant), *operands(quant), layout="packed", w2_bias="x")
+
+
 @pytest.mark.parametrize("layout", ["", "gate_first", "PACKED", None])
 def test_the_layout_is_named_exactly(layout: Any) -> None:
     with pytest.raises(LayoutError, match="packed or interleaved"):

@@ -483,8 +483,16 @@ def _split(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
         return hidden_states, None
     if isinstance(hidden_states, Quantized):
         return hidden_states.payload, hidden_states.scales
-    payload, scales = hidden_states
-    return payload, scales
+    pair = tuple(hidden_states) if isinstance(hidden_states, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+        raise InputError(
+            "hidden_states is neither a tensor nor a pair of them",
+            got=f"a pair of {' and '.join(type(part).__name__ for part in pair)}"
+            if len(pair) == 2
+            else type(hidden_states).__name__,
+            expected="BF16 [T, H], or (payload, scales)",
+        )
+    return pair[0], pair[1]
 
 
 def _same_bytes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -494,6 +502,8 @@ def _same_bytes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name} is not a tensor", got=type(tensor).__name__, expected=f"a tensor of shape {shape}")
     if tuple(tensor.shape) != shape:
         raise InputError(f"{name} has the wrong shape", got=tuple(tensor.shape), expected=shape)
     if tensor.dtype not in dtypes:

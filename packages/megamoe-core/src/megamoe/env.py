@@ -39,7 +39,10 @@ def timeout_s() -> float:
 
 def debug() -> bool:
     """Whether `MEGAMOE_DEBUG` asks for checks that cost a synchronisation."""
-    return os.environ.get("MEGAMOE_DEBUG", "0") not in ("", "0")
+    text = os.environ.get("MEGAMOE_DEBUG", "")
+    if text not in ("", "0", "1"):
+        raise ConfigError("MEGAMOE_DEBUG is not a switch", got=repr(text), expected="0 or 1")
+    return text == "1"
 
 
 def cache_dir() -> Path:

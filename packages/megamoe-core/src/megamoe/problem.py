@@ -100,8 +100,13 @@ class MoEProblem:
                 expected="a multiple of ep_size",
                 hint=f"add redundant experts up to {-(-self.num_experts // self.ep_size) * self.ep_size}",
             )
-        if self.swiglu_limit is not None and not 0 < self.swiglu_limit < float("inf"):
-            raise ConfigError("swiglu_limit is not a clamp", got=self.swiglu_limit, expected="a number > 0, or None")
+        if self.swiglu_limit is not None:
+            limit = self.swiglu_limit
+            if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf"):
+                raise ConfigError("swiglu_limit is not a clamp", got=repr(limit), expected="a number > 0, or None")
+            object.__setattr__(self, "swiglu_limit", float(limit))  # 7 and 7.0 are one problem, in its repr too
+        if not isinstance(self.expert_bias, bool):
+            raise ConfigError("expert_bias is not a bool", got=repr(self.expert_bias), expected="True or False")
         if self.act_format is not None and self.quant is not QuantMode.A8W4:
             raise ConfigError(
                 f"act_format is a choice of a8w4 only, not of {self.quant}", got=str(self.act_format), expected="None"

@@ -124,16 +124,17 @@ def make_weights(
     quantized = problem.quant is not QuantMode.BF16
     tensors: dict[str, Tensor] = {}
     for name, value in zip(names, (w13, w2), strict=True):
-        if isinstance(value, Tensor) == quantized:
+        parts = tuple(value) if isinstance(value, tuple | list) else (value,)
+        if len(parts) != 1 + quantized or not all(isinstance(part, Tensor) for part in parts):
             raise InputError(
                 f"{name} does not fit quant mode {problem.quant}",
-                got="a tensor" if quantized else "a pair",
+                got=" and ".join("a tensor" if isinstance(part, Tensor) else type(part).__name__ for part in parts),
                 expected="(payload, scale)" if quantized else "a BF16 tensor",
             )
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        else:
-            tensors[name], tensors[f"{name}_scale"] = value
+        tensors.update(zip((name, f"{name}_scale"), parts))
+    for name, bias in (("w13_bias", w13_bias), ("w2_bias", w2_bias)):
+        if bias is not None and not isinstance(bias, Tensor):
+            raise InputError(f"{name} is not a tensor", got=type(bias).__name__, expected="FP32, or None")
     return WEIGHT_TYPE[QuantMode(problem.quant)](layout=layout, w13_bias=w13_bias, w2_bias=w2_bias, **tensors)
 
 

@@ -8,7 +8,7 @@ import torch
 from megamoe.stages import multiply as multiply_module
 from megamoe.stages.gemm1 import gemm1
 from megamoe.stages.gemm2 import gemm2
-from megamoe.stages.multiply import MAX_ROWS, ROW_TILE, heights_agree, multiply, one_thread, pad_rows
+from megamoe.stages.multiply import MAX_ROWS, ROW_TILE, fixed_arithmetic, heights_agree, multiply, pad_rows
 
 SHAPES = [(64, 32), (512, 256), (256, 320), (1024, 768)]  # N, K
 
@@ -36,7 +36,7 @@ def test_gemm2_weighs_after_the_bias() -> None:
 def test_a_row_has_the_same_bits_wherever_it_stands(num_columns: int, depth: int) -> None:
     """Any position, any neighbours, any number of rows: one bit more or less would break batch invariance."""
     rows, weight = operands(4 * MAX_ROWS + ROW_TILE, num_columns, depth)
-    with one_thread():
+    with fixed_arithmetic():
         together = multiply(rows, weight)
         for index in (0, 1, 31, 32, 100, 127, 128, 300, len(rows) - 1):
             alone = multiply(pad_rows(rows[index : index + 1]), weight)
@@ -51,7 +51,7 @@ def test_a_blas_that_depends_on_the_height_gets_one_height(
 ) -> None:
     rows, weight = operands(MAX_ROWS + ROW_TILE, num_columns, depth)
     monkeypatch.setattr(multiply_module, "heights_agree", lambda *_: False)
-    with one_thread():
+    with fixed_arithmetic():
         torch.testing.assert_close(multiply(rows, weight), rows @ weight.T)
         padded = torch.cat((rows[MAX_ROWS:], torch.zeros(MAX_ROWS - ROW_TILE, depth)))
         assert torch.equal(multiply(rows, weight)[MAX_ROWS:], (padded @ weight.T)[:ROW_TILE])
@@ -62,15 +62,30 @@ def test_the_check_of_the_blas_answers() -> None:
     assert heights_agree.cache_info().currsize >= 1
 
 
-def test_one_thread_restores_the_callers() -> None:
+def test_fixed_arithmetic_restores_the_callers_settings() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with one_thread():
+        with fixed_arithmetic():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_products_stay_fp32_until_the_last_thread_has_left() -> None:
+    """`set_float32_matmul_precision` is the process's: a thread that leaves must not give the others BF16 products."""
+    matmul = torch.backends.mkldnn.matmul
+    torch.set_float32_matmul_precision("medium")
+    try:
+        callers = matmul.fp32_precision
+        with fixed_arithmetic():
+            with fixed_arithmetic():
+                pass
+            assert matmul.fp32_precision == "ieee" != callers
+        assert matmul.fp32_precision == callers
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_padding() -> None:

@@ -42,7 +42,7 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(codes: Tensor) -> Tensor:
     """e2m1 codes 0 to 15, one per uint8, to FP32, same shape."""
-    table = torch.tensor(_VALUES, device=codes.device)
+    table = torch.tensor(_VALUES, dtype=torch.float32, device=codes.device)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 

@@ -115,7 +115,9 @@ class ReferenceBackend(Backend):
         one that uses it: with `group` None.
         """
         if not isinstance(plan, ReferencePlan):
-            raise ConfigError("this plan is another backend's", got=plan.backend, expected=self.name)
+            raise ConfigError(
+                "this plan is another backend's", got=getattr(plan, "backend", type(plan).__name__), expected=self.name
+            )
         return open_session(
             plan, group, timeout_s=env.timeout_s() if timeout_s is None else timeout_s, workspace=workspace
         )

@@ -19,7 +19,7 @@ from megamoe.errors import MegaMoETimeoutError
 from megamoe.reference.executor import RankExecutor
 from megamoe.schedule.persistent import Program, cta_program
 from megamoe.schedule.protocol import Answer, Call, Wait
-from megamoe.stages.multiply import one_thread
+from megamoe.stages.multiply import fixed_arithmetic
 
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 5e-3  # after some 10 ms of waiting; at 2 ms, looking took 4% of a core per waiting rank
@@ -104,14 +104,25 @@ class Driver:
     def run(self) -> None:
         """Return when every program has ended; raise the first error otherwise, after all threads have stopped."""
         helpers = [threading.Thread(target=self._drive) for _ in range(self._num_threads - 1)]
-        with one_thread():
+        with fixed_arithmetic():
+            try:
+                for helper in helpers:
+                    helper.start()
+                self._drive()
+            except BaseException as error:  # an interrupt, or no thread to be had: those that run have to stop
+                self._failure = self._failure or error
             for helper in helpers:
-                helper.start()
-            self._drive()
-            for helper in helpers:
-                helper.join()
+                self._join(helper)
         if self._failure is not None:
             raise self._failure
+
+    def _join(self, helper: threading.Thread) -> None:
+        """Wait for a helper's end, through interrupts: the call's tensors are in its hands."""
+        while helper.ident is not None and helper.is_alive():
+            try:
+                helper.join()
+            except BaseException as error:
+                self._failure = self._failure or error
 
     def _drive(self) -> None:
         try:

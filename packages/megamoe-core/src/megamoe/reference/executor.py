@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,19 +113,6 @@ class RankExecutor:
         self._base_epoch = 0
         self._taps: dict[int, StageTaps] = {}  # by block
         self._gate_up: dict[int, Tensor] = {}  # of blocks between their GEMMs, if taps are kept
-        self._bodies: dict[type[Any], Callable[[Any], Answer]] = {
-            Raise: self._raise,
-            ClearCounters: self._clear_counters,
-            StageInput: self._stage_input,
-            CountPicks: self._count_picks,
-            PushEntries: self._push_entries,
-            PushCounts: self._push_counts,
-            LoadCounts: self._load_counts,
-            PullRows: self._pull_rows,
-            Gemm1: self._gemm1,
-            Gemm2: self._gemm2,
-            CombineTokens: self._combine_tokens,
-        }
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +191,7 @@ class RankExecutor:
 
     def run(self, op: Op) -> Answer:
         """Do an op that is not a wait, to its end."""
-        return self._bodies[type(op)](op)
+        return _BODIES[type(op)](self, op)
 
     def _stage_input(self, op: StageInput) -> None:
         began = time.perf_counter()
@@ -377,3 +364,19 @@ class RankExecutor:
             ):
                 table[stage] = table.get(stage, 0) + amount  # type: ignore[assignment]
         return now
+
+
+# Of the class: a table of bound methods would be a cycle, and keep a closed session's memory.
+_BODIES: Mapping[type[Any], Callable[[RankExecutor, Any], Answer]] = {
+    Raise: RankExecutor._raise,
+    ClearCounters: RankExecutor._clear_counters,
+    StageInput: RankExecutor._stage_input,
+    CountPicks: RankExecutor._count_picks,
+    PushEntries: RankExecutor._push_entries,
+    PushCounts: RankExecutor._push_counts,
+    LoadCounts: RankExecutor._load_counts,
+    PullRows: RankExecutor._pull_rows,
+    Gemm1: RankExecutor._gemm1,
+    Gemm2: RankExecutor._gemm2,
+    CombineTokens: RankExecutor._combine_tokens,
+}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +42,8 @@ from megamoe.symm import Group
 from megamoe.symm.shm import connect_process_group
 from megamoe.tensors import ExpertWeights, PreparedWeights
 
+WORKSPACE_ALIGN = 16  # bytes; what torch needs to view them as words
+
 
 class ReferenceSession(Session):
     """One rank of a group, or all ranks of a group of one process.
@@ -51,6 +55,8 @@ class ReferenceSession(Session):
     once; this holds for bad arguments (CapacityError, InputError, ...) too, which are found before anything is sent.
     After that every rank calls `reset()` before the next forward. A session without peers (ep_size 1, virtual ranks)
     needs no reset after bad arguments.
+
+    One call at a time: a second thread that calls forward meanwhile gets a SessionError, and its call is not made.
     """
 
     weight_layout: ClassVar[str] = "checkpoint_order-v1"
@@ -75,6 +81,7 @@ class ReferenceSession(Session):
         self._timeout_s = timeout_s
         self._num_calls = 0
         self._failure: BaseException | None = None
+        self._calling = threading.Lock()
         self._fmt = activation_format(plan.problem.quant, plan.problem.act_format)
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -105,6 +112,16 @@ class ReferenceSession(Session):
         num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
     ) -> Any:
         """COLLECTIVE. See `Session.forward`. A failed call leaves NaN in `out`."""
+        if not self._calling.acquire(blocking=False):
+            raise SessionError(
+                "another thread is in a call of this session", hint="call in turn, or open a session for each thread"
+            )
+        try:
+            return self._forward((hidden_states, topk_ids, topk_weights, weights, out, num_tokens))
+        finally:
+            self._calling.release()
+
+    def _forward(self, columns: Sequence[Any]) -> Any:
         self.require_open()
         if self._failure is not None:
             raise SessionError(
@@ -112,7 +129,6 @@ class ReferenceSession(Session):
                 hint="call session.reset() on every rank, or open a new session",
             )
         epoch = next_epoch(self._plan.config.first_epoch, self._num_calls)
-        columns = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
         try:
             arguments = [self._check_rank(*row) for row in self._per_rank(columns)]
         except Exception as error:
@@ -123,10 +139,10 @@ class ReferenceSession(Session):
         try:
             self._drive(arguments, epoch)
         except BaseException as error:
-            for rank in arguments:
-                rank.out.fill_(torch.nan)
+            _fill(arguments, torch.nan)
             self._fail(error, epoch)
             raise
+        _fill(arguments, 0, padding=True)
         outputs = [rank.out for rank in arguments]
         return outputs if self._virtual else outputs[0]
 
@@ -137,10 +153,10 @@ class ReferenceSession(Session):
         size = len(self._executors)
         filled = [[None] * size if column is None else column for column in columns]
         for column in filled:
-            if isinstance(column, (Tensor, Quantized, PreparedWeights)) or len(column) != size:
+            if not isinstance(column, list | tuple) or len(column) != size:
                 raise InputError(
                     "with virtual ranks every argument is a list, one entry a rank",
-                    got=type(column).__name__ if not isinstance(column, list) else f"{len(column)} entries",
+                    got=f"{len(column)} entries" if isinstance(column, list | tuple) else type(column).__name__,
                     expected=f"{size} entries",
                 )
         return list(zip(*filled, strict=True))
@@ -156,6 +172,13 @@ class ReferenceSession(Session):
     ) -> RankArguments:
         """Hold one rank's arguments against the plan, before anything is sent."""
         problem, fmt = self._plan.problem, self._fmt
+        if not isinstance(weights, PreparedWeights):
+            raise InputError(
+                "these weights are not prepared",
+                got=type(weights).__name__,
+                expected="PreparedWeights",
+                hint="make them with this session's prepare_weights()",
+            )
         weights.require(backend=self.plan.backend, layout=self.weight_layout, problem=problem)
         num_rows = check_call(
             problem,
@@ -168,9 +191,7 @@ class ReferenceSession(Session):
         )
         if topk_ids.device.type != "cpu":
             raise InputError("the reference computes on CPU", got=topk_ids.device, expected="CPU tensors")
-        valid = num_rows if num_tokens is None else int(num_tokens)
-        if not 0 <= valid <= num_rows:
-            raise InputError("num_tokens does not fit hidden_states", got=valid, expected=f"0 to {num_rows}")
+        valid = _valid_rows(num_tokens, num_rows)
         if env.debug() and bool((foreign := out_of_range(topk_ids[:valid], problem.num_experts)).any()):
             token, slot = foreign.nonzero()[0].tolist()
             raise InputError(
@@ -180,7 +201,6 @@ class ReferenceSession(Session):
             )
         if out is None:
             out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device="cpu")
-        out[valid:] = 0
         return RankArguments(
             hidden_states=self._in_format(hidden_states),
             topk_ids=topk_ids,
@@ -191,10 +211,16 @@ class ReferenceSession(Session):
         )
 
     def _in_format(self, hidden_states: HiddenStates) -> Tensor | Quantized:
-        if isinstance(hidden_states, tuple):
-            payload, scales = hidden_states
-            return Quantized(payload=payload, scales=scales, fmt=self._fmt)
-        return hidden_states
+        if isinstance(hidden_states, Tensor):
+            return hidden_states.resolve_neg()  # torch can't view the bytes of a lazy negation
+        if isinstance(hidden_states, Quantized):
+            if hidden_states.fmt != self._fmt:
+                raise InputError(
+                    "hidden_states are in another format", got=hidden_states.fmt.name, expected=self._fmt.name
+                )
+            return hidden_states
+        payload, scales = hidden_states
+        return Quantized(payload=payload, scales=scales, fmt=self._fmt)
 
     def _drive(self, arguments: Sequence[RankArguments], epoch: int) -> None:
         num_threads = min(torch.get_num_threads(), self._plan.config.num_ctas)
@@ -265,16 +291,19 @@ class ReferenceSession(Session):
 
     def receive_counts(self) -> Any:
         """See `Session.receive_counts`."""
+        self.require_open()
         return self._result(
             [torch.tensor(rank.counts, dtype=torch.int32, device="cpu").sum(0).int() for rank in self._executors]
         )
 
     def stats(self) -> Any:
         """See `Session.stats`. Seconds are summed over threads; bytes are those that the stage stored or handed on."""
+        self.require_open()
         return self._result([executor.stats for executor in self._executors])
 
     def keep_taps(self, keep: bool = True) -> None:
         """From the next call on, keep what stands between the stages (for tests: it takes memory)."""
+        self.require_open()
         for executor in self._executors:
             executor.keep_taps = keep
 
@@ -284,6 +313,7 @@ class ReferenceSession(Session):
         Raises:
             SessionError: they were not kept.
         """
+        self.require_open()
         if not self._executors[0].keep_taps:
             raise SessionError("no taps were kept", hint="call session.keep_taps() before forward")
         taps: list[StageTaps | None] = [executor.stage_taps() for executor in self._executors]
@@ -298,13 +328,45 @@ class ReferenceSession(Session):
             return
         self.closed = True
         self._executors = ()
+        self._failure = None  # its traceback holds the call's tensors
         if self._group is not None and self._owns_group:
             self._group.close()
+
+
+def _valid_rows(num_tokens: Any, num_rows: int) -> int:
+    """Rows of a call that are no padding.
+
+    Raises:
+        InputError: no whole number, or one that the call has not.
+    """
+    if num_tokens is None:
+        return num_rows
+    if isinstance(num_tokens, Tensor):
+        whole = not (num_tokens.is_floating_point() or num_tokens.is_complex() or num_tokens.dtype == torch.bool)
+        fits = whole and num_tokens.numel() == 1 and num_tokens.device.type == "cpu"
+    else:
+        fits = isinstance(num_tokens, Integral) and not isinstance(num_tokens, bool)
+    if not fits or not 0 <= int(num_tokens) <= num_rows:
+        raise InputError(
+            "num_tokens does not fit hidden_states",
+            got=repr(num_tokens),
+            expected=f"0 to {num_rows}, as an int or an integer scalar tensor on CPU",
+        )
+    return int(num_tokens)
+
+
+@torch.inference_mode()  # `out` may come from inference mode, or ask for gradients, which there are none of
+def _fill(arguments: Sequence[RankArguments], value: float, *, padding: bool = False) -> None:
+    """Fill every rank's output, or its padding rows only."""
+    for rank in arguments:
+        rank.out[rank.num_tokens if padding else 0 :] = value
 
 
 def open_session(plan: ReferencePlan, group: object, *, timeout_s: float, workspace: Tensor | None) -> ReferenceSession:
     """COLLECTIVE. See `ReferenceBackend.open`."""
     size = plan.problem.ep_size
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        raise ConfigError("timeout_s is not a time", got=repr(timeout_s), expected="a positive number of seconds")
     if group is None and size > 1:
         raise ConfigError(
             "a plan for several ranks needs a group", got="None", expected=f"{size} ranks", hint="or VirtualRanks()"
@@ -338,11 +400,11 @@ def _open_alone(plan: ReferencePlan, *, virtual: bool, timeout_s: float, workspa
         if virtual:
             raise ConfigError("virtual ranks allocate their own memory", got="workspace=", expected="None")
         layout.check_size(workspace.nbytes)
-        if workspace.device.type != "cpu" or not workspace.is_contiguous():
+        if workspace.device.type != "cpu" or not workspace.is_contiguous() or workspace.data_ptr() % WORKSPACE_ALIGN:
             raise WorkspaceError(
                 "this workspace can't be used",
-                got=f"{workspace.device}, strides {workspace.stride()}",
-                expected="CPU, contiguous",
+                got=f"{workspace.device}, strides {workspace.stride()}, offset {workspace.storage_offset()}",
+                expected=f"CPU, contiguous, at a multiple of {WORKSPACE_ALIGN} bytes",
             )
         spaces = [workspace.detach().flatten().view(torch.uint8)[: layout.num_bytes].zero_()]
     else:

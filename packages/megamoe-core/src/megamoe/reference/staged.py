@@ -19,7 +19,7 @@ from megamoe.reference.weights import ExpertReader, named_tensors
 from megamoe.stages.combine import combine_tokens
 from megamoe.stages.gemm1 import gemm1
 from megamoe.stages.gemm2 import gemm2
-from megamoe.stages.multiply import one_thread, pad_rows
+from megamoe.stages.multiply import fixed_arithmetic, pad_rows
 from megamoe.stages.p2p import send_rows
 from megamoe.stages.quantize_input import quantize_input
 from megamoe.stages.route import Routing, is_expert, route
@@ -64,7 +64,7 @@ def staged(
     homes = [torch.zeros(problem.top_k, len(ids), row_bytes, dtype=torch.uint8) for ids in topk_ids]
     routings = [route(ids, w, problem.num_experts) for ids, w in zip(topk_ids, topk_weights, strict=True)]
     taps = []
-    with one_thread():
+    with fixed_arithmetic():
         for rank, owned in enumerate(weights):
             reader = ExpertReader.of(problem, named_tensors(owned))
             rows: list[StageTaps] = []

@@ -15,6 +15,7 @@ differs, so bits do; the bounds of docs/numerics.md cover it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -27,13 +28,48 @@ ROW_TILE = 16
 MAX_ROWS = 128  # 85 to 90% of the speed of large products; the last tile of an expert pads 8 rows on average
 
 
+class _Fp32Products:
+    """Keeps FP32 products FP32 while any thread is inside, whatever `set_float32_matmul_precision` says.
+
+    That setting ("medium" lets oneDNN multiply in BF16) is the process's, so the last thread to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._callers = "none"
+
+    def __enter__(self) -> None:
+        matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        with self._lock:
+            if not self._num_inside:
+                self._callers = matmul.fp32_precision
+                matmul.fp32_precision = "ieee"
+            self._num_inside += 1
+
+    def __exit__(self, *exc: object) -> None:
+        matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                matmul.fp32_precision = self._callers
+
+
+_fp32_products = _Fp32Products()
+
+
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread in this block: in torch and its BLAS, and in this Python thread only."""
+def fixed_arithmetic() -> Iterator[None]:
+    """Compute in FP32 on one thread in this block, whatever the caller's settings.
+
+    One thread means torch and its BLAS, and this Python thread only. Autocast, which a thread has for itself too, is
+    off.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with _fp32_products, torch.autocast("cpu", enabled=False):
+            yield
     finally:
         torch.set_num_threads(num_threads)
 
@@ -45,7 +81,7 @@ def pad_rows(rows: Tensor, height: int = ROW_TILE) -> Tensor:
 
 
 def multiply(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows` times `weight` transposed. Call it inside `one_thread()`.
+    """`rows` times `weight` transposed. Call it inside `fixed_arithmetic()`.
 
     Args:
         rows: `[m, K]` FP32, m a multiple of `ROW_TILE` (`pad_rows`), 0 included.
@@ -69,7 +105,7 @@ def heights_agree(num_columns: int, depth: int) -> bool:
     options: Any = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     weight = torch.randn(num_columns, depth, **options)
     rows = torch.randn(MAX_ROWS, depth, **options)
-    with one_thread():
+    with fixed_arithmetic():
         full = rows @ weight.t()
         for height in range(ROW_TILE, MAX_ROWS, ROW_TILE):
             if not torch.equal(rows[-height:] @ weight.t(), full[-height:]):
