@@ -22,9 +22,9 @@ M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, ma
 M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224)
 TILES = {tile.name: tile for tile in (M64, M128)}
 
-SWITCH_ROWS_PER_EXPERT = 64
-"""Mean rows per expert above which blocks of 128 rows are used. Below, most experts fit a block of 64, and a taller one
-would multiply padding."""
+SWITCH_ROWS_PER_EXPERT = 50
+"""Mean rows per expert above which blocks of 128 rows are used. Up to it nearly every expert's rows fit a block of 64 (50
+and twice its root are 64), and a taller one would multiply padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
