@@ -150,7 +150,7 @@ def dispatch_gemm1(
     first_unit = tl.program_id(0) * 0
     while first_unit < num_units:
         first_unit = take_ticket(tickets) * UNITS_PER_TICKET
-        for unit in range(first_unit, tl.minimum(first_unit + UNITS_PER_TICKET, num_units)):
+        for unit in tl.range(first_unit, tl.minimum(first_unit + UNITS_PER_TICKET, num_units), disable_licm=True):
             is_tile, slot, index = lagging_unit(unit, blocks, CHUNKS, num_tiles, lead_blocks)
             block = first_block + slot
             num_rows = tl.load(block_table + block * 4 + 2)

@@ -104,7 +104,7 @@ def gemm2_p2p(
     first_unit = tl.program_id(0) * 0
     while first_unit < num_units:
         first_unit = take_ticket(counters + ticket) * UNITS_PER_TICKET
-        for unit in range(first_unit, tl.minimum(first_unit + UNITS_PER_TICKET, num_units)):
+        for unit in tl.range(first_unit, tl.minimum(first_unit + UNITS_PER_TICKET, num_units), disable_licm=True):
             slot = unit // (PARTS * num_tiles)
             first_row = unit // num_tiles % PARTS * TILE_M
             first_column = unit % num_tiles * BLOCK_N

@@ -419,7 +419,13 @@ class RankCall:
                 "join": int(LaunchCounter.COMBINED),
                 "polls": self.polls,
             },
-            constants={"FP8_TRANSPORT": self._fp8_transport, "ROWS": ROWS, "COLUMNS": COLUMNS, "RANKS": RANKS, "WAVES": WAVES},
+            constants={
+                "FP8_TRANSPORT": self._fp8_transport,
+                "ROWS": ROWS,
+                "COLUMNS": COLUMNS,
+                "RANKS": RANKS,
+                "WAVES": WAVES,
+            },
         )
 
     # -- parts of them ------------------------------------------------------------------------------------------
