@@ -23,8 +23,17 @@ M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56,
 TILES = {tile.name: tile for tile in (M64, M128)}
 
 SWITCH_ROWS_PER_EXPERT = 50
-"""Mean rows per expert above which blocks of 128 rows are used. Up to it nearly every expert's rows fit a block of 64 (50
-and twice its root are 64), and a taller one would multiply padding."""
+"""Mean rows per expert above which blocks of 128 rows are used. Up to it nearly all experts fit a block of 64 (50 and twice
+and twice its root are 64), and a taller one would multiply padding. Seed's shape on an H200, 2026-11-30: at 32 rows
+229 us with m64 and 239 with m128, at 64 rows 267 and 250."""
+
+MAX_LAG_BLOCKS = 12
+"""GEMM2 trails GEMM1 by no more. Seed's shape on an H200, 2026-11-30: at 512 to 2048 tokens lags of 14 to 28 blocks of
+128 rows were equal and 8 cost 1 to 4%; at 8192 tokens a lag of 64 cost 5% more than one of 12."""
+
+MAX_RING_ROWS = 6144
+"""Rows of the ring, at most: with A2 38 MiB at the seed's shape, so that it stays in an H200's L2 cache of 50 MiB. At
+8192 tokens, rings of 24 and 32 blocks of 128 rows beat one of 129 by 4 to 10%."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +109,15 @@ def _tiles_up_to_capacity(problem: MoEProblem) -> tuple[TileConfig, ...]:
 
 
 def _ring(problem: MoEProblem, block_m: int) -> Ring:
-    return default_ring(
+    roomy = default_ring(
         ep_size=problem.ep_size,
         num_max_tokens_per_rank=problem.num_max_tokens_per_rank,
         top_k=problem.top_k,
         num_local_experts=problem.num_local_experts,
         block_m=block_m,
+    )
+    return replace(
+        roomy,
+        lag_blocks=min(roomy.lag_blocks, MAX_LAG_BLOCKS),
+        ring_blocks=min(roomy.ring_blocks, MAX_RING_ROWS // block_m),
     )
