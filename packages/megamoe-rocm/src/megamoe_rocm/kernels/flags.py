@@ -46,7 +46,7 @@ def give_up(status, rank, peer, phase, epoch, index, value, target):
 
 @triton.jit
 def wait_for(flag, target, polls, status, rank, phase, epoch, index):
-    """Poll a counter of this rank until it reaches `target`, at most `polls` times; then give up and say so in `status`.
+    """Poll a counter of this rank until it reaches `target`, at most `polls` times; then give up; `status` says so.
 
     Once a wait of this rank has given up, none waits any more, and the rank's results mean nothing: `combine` writes
     NaN. `phase` and `index` are what the time-out's message names.

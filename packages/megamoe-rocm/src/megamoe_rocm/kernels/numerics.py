@@ -61,7 +61,7 @@ def scale_value(byte):
 
 @triton.jit
 def scale_reciprocal(byte):
-    """2^(127 - byte) in FP32, exact; `byte` is what `scale_byte` gives: at most 253, or 255, for which it is no number."""
+    """2^(127 - byte) in FP32, exact; `byte` is what `scale_byte` gives, at most 253, or 255: then it means nothing."""
     return ((254 - byte) << 23).to(tl.float32, bitcast=True)
 
 

@@ -1,4 +1,4 @@
-"""What the ahead-of-time compiler is told about a launch's arguments: types, alignment, and what sizes are multiples of.
+"""What the ahead-of-time compiler is told about a launch's arguments: types, alignment, and multiples of sizes.
 
 Everything else of a launch is a run-time value, so one code object serves every problem within the limits.
 """
