@@ -23,8 +23,8 @@ M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56,
 TILES = {tile.name: tile for tile in (M64, M128)}
 
 SWITCH_ROWS_PER_EXPERT = 50
-"""Mean rows per expert above which blocks of 128 rows are used. Up to it nearly all experts fit a block of 64 (50 and twice
-and twice its root are 64), and a taller one would multiply padding. Seed's shape on an H200, 2026-11-30: at 32 rows
+"""Mean rows per expert above which blocks of 128 rows are used. Up to it nearly all experts fit a block of 64 (50 and
+twice its root are 64), and a taller one would multiply padding. Seed's shape on an H200, 2026-11-30: at 32 rows
 229 us with m64 and 239 with m128, at 64 rows 267 and 250."""
 
 MAX_LAG_BLOCKS = 12
