@@ -10,6 +10,7 @@ and a script that calls this needs its `if __name__ == "__main__":`.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
 
 from megamoe.errors import ConfigError, MegaMoEError, ProtocolError
 
@@ -67,7 +71,7 @@ class RankContext:
 
     def report(self, message: object) -> None:
         """Send `message` to the launcher's `on_report`, for progress bars and the like."""
-        self.pipe.send_bytes(pickle.dumps(_Report(message)))
+        self.pipe.send_bytes(dumps(_Report(message)))
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def run_ranks(
     Args:
         fn: importable function.
         world_size: processes, 1 or more.
-        args: passed to every rank; they must pickle.
+        args: passed to every rank; they must pickle. Tensors arrive on CPU, without gradients.
         timeout_s: seconds for all of it, the start of the processes included.
         grace_s: seconds that the other ranks get once one has failed.
         num_threads: torch threads of each rank; None shares the machine's cores out.
@@ -108,7 +112,8 @@ def run_ranks(
 
     Raises:
         the error of the rank that failed first, errors about a peer last, with the remote traceback as a note.
-        RankProcessError: a rank died without an error of its own, or time ran out.
+        RankProcessError: a rank died without an error of its own, left by `sys.exit`, or time ran out.
+        ConfigError: `fn` or an argument does not pickle.
     """
     outcomes = spawn_ranks(
         fn,
@@ -153,7 +158,14 @@ def spawn_ranks(
         raise ConfigError("world_size is not a number of processes", got=world_size, expected="1 or more")
     if num_threads is None:
         num_threads = max(1, len(os.sched_getaffinity(0)) // world_size)
-    call = pickle.dumps((fn, args))
+    try:
+        call = dumps((fn, args))
+    except Exception as error:
+        raise ConfigError(
+            "what the ranks are to run does not pickle",
+            got=error,
+            expected="a function of a module, and arguments that pickle",
+        ) from error
     with tempfile.TemporaryDirectory(prefix="megamoe") as directory:
         launch: _Launch[T] = _Launch(world_size, Path(directory), call, num_threads, on_report)
         try:
@@ -264,12 +276,10 @@ def _rank_main(
     """Body of a rank's process: run the function and send one outcome."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     try:
-        import torch
-
         torch.set_num_threads(num_threads)
         fn, args = pickle.loads(call)  # noqa: S301 - pickled by our own parent
         context = RankContext(rank, world_size, name, directory, pipe)
-        payload = pickle.dumps(RankOutcome(rank=rank, value=fn(context, *args)))
+        payload = dumps(RankOutcome(rank=rank, value=fn(context, *args)))
     except BaseException as error:
         payload = _portable(rank, error)
     pipe.send_bytes(payload)
@@ -281,7 +291,9 @@ def _portable(rank: int, error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     error.__cause__ = error.__context__ = None
     try:
-        payload = pickle.dumps(RankOutcome(rank=rank, error=error, traceback=text))
+        if not isinstance(error, Exception):
+            raise TypeError("SystemExit and the like end a rank; raised in the launcher, they would end it too")
+        payload = dumps(RankOutcome(rank=rank, error=error, traceback=text))
         pickle.loads(payload)  # noqa: S301 - our own bytes; some exceptions pickle and do not unpickle
     except Exception:
         plain = RankProcessError(f"rank {rank} raised {type(error).__name__}: {error}", rank=rank)
@@ -295,3 +307,28 @@ def _leave_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def dumps(message: object) -> bytes:
+    """Pickle with tensors by value and in host memory; `pickle.loads` reads it.
+
+    `Connection.send` would move tensors through shared memory that the sender has to keep alive, and plain pickle takes
+    whole storages and, in torch 2.13, no FP8.
+    """
+    buffer = io.BytesIO()
+    _HostPickler(buffer).dump(message)
+    return buffer.getvalue()
+
+
+class _HostPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        host = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return _tensor, (host.flatten().view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)

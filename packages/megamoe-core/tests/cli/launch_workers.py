@@ -53,3 +53,15 @@ def fail_then_others_hang(context: RankContext, bad_rank: int) -> int:
         raise RuntimeError("deliberate")
     time.sleep(600)
     return 0
+
+
+def same(context: RankContext, *values: object) -> tuple[object, ...]:
+    return values
+
+
+def leave(context: RankContext, error: type[BaseException]) -> None:
+    raise error(0)
+
+
+def unpicklable_result(context: RankContext) -> object:
+    return threading.Lock()

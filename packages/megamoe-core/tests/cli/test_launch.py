@@ -83,3 +83,35 @@ def test_a_hang_ends_at_the_timeout_and_names_the_rank(workers: ModuleType) -> N
 def test_no_ranks_is_an_error() -> None:
     with pytest.raises(ConfigError, match="world_size"):
         spawn_ranks(time.sleep, 0, timeout_s=1)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_rank_that_leaves_does_not_take_the_launcher_with_it(workers: ModuleType, error: type[BaseException]) -> None:
+    """`sys.exit(0)` on a rank would otherwise end the launching program, as a success."""
+    with pytest.raises(RankProcessError, match=f"rank 0 raised {error.__name__}"):
+        run_ranks(workers.leave, 1, error, timeout_s=60)
+
+
+def test_tensors_of_every_dtype_arrive(workers: ModuleType) -> None:
+    values = torch.arange(8, dtype=torch.uint8)
+    sent = [
+        values.view(torch.float8_e4m3fn),
+        values.view(torch.float8_e8m0fnu),
+        values.bfloat16().view(2, 4).t(),
+        values.bool(),
+        torch.empty(0, 3),
+        torch.tensor(1.5),
+        torch._neg_view(torch.ones(2)),
+    ]
+    (got,) = run_ranks(workers.same, 1, *sent, timeout_s=60)
+    for tensor, expected in zip(got, sent, strict=True):
+        assert tensor.dtype == expected.dtype
+        assert tensor.shape == expected.shape
+        assert tensor.float().tolist() == expected.float().tolist()
+
+
+def test_what_does_not_pickle_is_said_before_and_after(workers: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="does not pickle.*a function of a module"):
+        run_ranks(lambda context: 1, 1, timeout_s=60)
+    with pytest.raises(TypeError, match="pickle.*lock"):
+        run_ranks(workers.unpicklable_result, 1, timeout_s=60)

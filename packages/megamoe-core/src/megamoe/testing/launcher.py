@@ -17,7 +17,6 @@ A command goes to all ranks at once, and every rank's outcome comes back: a test
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import os
 import pickle
@@ -40,7 +39,7 @@ from torch import Tensor
 
 from megamoe.backend import Backend, Plan, SessionStats, StageTaps, VirtualRanks
 from megamoe.errors import ProtocolError
-from megamoe.launch import RankContext, RankProcessError, spawn_ranks
+from megamoe.launch import RankContext, RankProcessError, dumps, spawn_ranks
 from megamoe.symm import InprocGroup, ShmGroup
 from megamoe.tensors import ExpertWeights, PreparedWeights
 from megamoe.testing.agent import Agent
@@ -315,7 +314,7 @@ class ProcessWorld(World):
 
     def _send(self, rank: int, command: _Command) -> None:
         with contextlib.suppress(OSError):  # a dead rank; _receive says so
-            self.pipes[rank].send_bytes(_dumps(command))
+            self.pipes[rank].send_bytes(dumps(command))
 
     def _receive(self, rank: int) -> Outcome:
         try:
@@ -366,7 +365,7 @@ def serve(context: RankContext, address: str, authkey: bytes, backend_name: str,
                 return
             if not command.method:
                 os.kill(os.getpid(), signal.SIGKILL)
-            pipe.send_bytes(_dumps(command.run(agent)))
+            pipe.send_bytes(dumps(command.run(agent)))
 
 
 def _group_maker(context: RankContext, device: torch.device) -> Callable[[int], Any]:
@@ -385,32 +384,6 @@ def _group_maker(context: RankContext, device: torch.device) -> Callable[[int], 
         device_id=device,
     )
     return lambda size: dist.group.WORLD
-
-
-class _HostPickler(pickle.Pickler):
-    """Pickles tensors by value and in host memory.
-
-    `Connection.send` would move them through shared memory that the sender has to keep alive, and plain pickle takes
-    whole storages and, in torch 2.13, no FP8.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
-            return NotImplemented
-        data = obj.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return _tensor, (data, obj.dtype, tuple(obj.shape))
-
-
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
-
-
-def _dumps(message: object) -> bytes:
-    buffer = io.BytesIO()
-    _HostPickler(buffer).dump(message)
-    return buffer.getvalue()
 
 
 def _entries(per_rank: Sequence[Any] | None, ranks: slice) -> tuple[list[Any], ...]:
