@@ -82,9 +82,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     pool_plan_bytes = _pool_plan_bytes(config)
     pull = round_up(pool_plan + pool_plan_bytes, BULK_ALIGNMENT)
 
-    pull_slot = round_up(
-        config.hidden_size + kernel_workspace(config)["input_scales"].row_bytes, BULK_ALIGNMENT
-    )
+    pull_slot = round_up(config.hidden_size + kernel_workspace(config)["input_scales"].row_bytes, BULK_ALIGNMENT)
     rows_in_flight = (MAX_DYNAMIC_BYTES - pull) // pull_slot
     if rows_in_flight < 1:
         raise ConfigError(

@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     __syncthreads();
     const Cta cta = recall_cta(arguments, ring.facts());
     trace(cta, TracePoint::kStarted, threadIdx.x == 0);
-    if (threadIdx.x == kWarpSize && !is_router(cta, num_routers(cta))) prefetch_first_weights(cta);
     exchange_routes(cta, shared);
+    if (threadIdx.x == kWarpSize) prefetch_first_weights(cta);
     plan_pool(cta, plan);
     trace(cta, TracePoint::kPlanned, threadIdx.x == 0);
 

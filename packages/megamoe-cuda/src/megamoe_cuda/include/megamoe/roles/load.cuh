@@ -30,9 +30,9 @@ __device__ __forceinline__ void outlast_copies_in_flight() {
     for (int i = 0; i < 64; ++i) __nanosleep(1000);
 }
 
-// While ranks still exchange counts, device memory is idle. With few tokens, nearly every expert gets one block, so the
+// While the ranks' counts are under way, device memory is idle. With few tokens, nearly every expert gets one block, so the
 // first tile of this CTA is known by guess: its first weights move to the L2 cache. A wrong guess costs nothing else.
-// Not for CTAs that route: issuing the copies takes 3 us, and all ranks wait for the routes.
+// Not earlier: routing would queue for memory behind these copies (5 us, and all ranks wait for the routes).
 __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
     constexpr uint32_t kPrefetchedKBlocks = 8;  // 32 KiB each; of 132 CTAs 33 MiB, two thirds of an H200's L2
     const uint32_t expert = cta.index / cfg::kGemm1NTiles;

@@ -30,10 +30,6 @@ __device__ __forceinline__ uint32_t num_routers(const Cta& cta) {
     return max(1u, min(ceil_div(cta.num_tokens * cfg::kTopK, kPicksPerRouter), cfg::kCtasPerRank));
 }
 
-__device__ __forceinline__ bool is_router(const Cta& cta, uint32_t routers) {
-    return cta.index >= cfg::kCtasPerRank - routers;
-}
-
 __device__ __forceinline__ PickRange router_share(const Cta& cta, uint32_t routers) {
     const uint32_t picks = cta.num_tokens * cfg::kTopK;
     const uint32_t router = cta.index - (cfg::kCtasPerRank - routers);
@@ -112,7 +108,7 @@ __device__ __forceinline__ void push_counts(const Cta& cta, const RouteScratch& 
 
 __device__ __forceinline__ void route_picks(const Cta& cta, RouteScratch& scratch) {
     const uint32_t routers = num_routers(cta);
-    if (!is_router(cta, routers)) {
+    if (cta.index < cfg::kCtasPerRank - routers) {
         if (threadIdx.x == 0) arrive(cta, Join::kCounted);  // every CTA arrives at every join
         return;
     }
