@@ -134,6 +134,47 @@ def test_import_failure_is_reported_with_its_error(install: Installer) -> None:
     assert "librocm.so" in str(selection_report())
 
 
+class RaisesInProbe(FakeBackend):
+    def probe(self) -> Verdict:
+        raise OSError("the driver exploded")
+
+
+class RaisesInSupports(FakeBackend):
+    def check_limits(self, problem: MoEProblem) -> Verdict:
+        raise ValueError("limits exploded")
+
+
+class AnswersNothing(FakeBackend):
+    def probe(self) -> Verdict:
+        return None  # type: ignore[return-value]
+
+
+def leaves() -> Backend:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "broken, reason, detail",
+    [
+        (RaisesInProbe, Reason.BROKEN, "probe raised OSError: the driver exploded"),
+        (RaisesInSupports, Reason.BROKEN, "supports raised ValueError: limits exploded"),
+        (AnswersNothing, Reason.BROKEN, "probe returned None"),
+        (object, Reason.BROKEN, "makes object, not a megamoe.backend.Backend"),
+        (leaves, Reason.IMPORT_FAILED, "SystemExit: 3"),
+    ],
+)
+def test_a_broken_backend_is_named_and_bars_no_other(
+    install: Installer, broken: Callable[[], Backend], reason: Reason, detail: str
+) -> None:
+    install(rocm=broken, reference=Reference)
+    report = selection_report("auto", PROBLEM)
+    assert report.chosen == "reference"
+    assert reasons(report)["rocm"] is reason
+    assert detail in str(report)
+    with pytest.raises((BackendUnavailableError, UnsupportedProblemError), match=reason):
+        select_backend("rocm", PROBLEM)
+
+
 def test_another_api_version_is_not_used(install: Installer) -> None:
     install(cuda=OfAnotherTime)
     candidate = load("cuda")

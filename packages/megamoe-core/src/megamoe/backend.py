@@ -35,6 +35,7 @@ class Reason(StrEnum):
     NOT_INSTALLED = "not_installed"
     IMPORT_FAILED = "import_failed"
     API_VERSION = "api_version"
+    BROKEN = "broken"  # its own code raised, or it is no backend
     MISSING_LIBRARY = "missing_library"
     NO_DEVICE = "no_device"
     WRONG_DEVICE = "wrong_device"

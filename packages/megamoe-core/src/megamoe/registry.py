@@ -7,9 +7,10 @@ reported with its error, never passed over in silence.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import ParamSpec
 
 from megamoe import env
 from megamoe.backend import API_VERSION, Backend, Reason, Verdict
@@ -19,6 +20,8 @@ from megamoe.problem import MoEProblem
 ENTRY_POINT_GROUP = "megamoe.backends"
 REFERENCE = "reference"
 VENDOR_PACKAGES = {"cuda": "megamoe-cuda", "rocm": "megamoe-rocm"}  # named in the report when they are not installed
+
+P = ParamSpec("P")
 
 logger = logging.getLogger("megamoe")
 
@@ -70,9 +73,12 @@ def load(name: str) -> Candidate:
         return _candidate(name, package or "unknown", None, Verdict.no(Reason.NOT_INSTALLED, hint))
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
     try:
-        backend: Backend = entry.load()()
-    except Exception as error:
+        backend: object = entry.load()()
+    except (Exception, SystemExit) as error:
         return _candidate(name, package, None, Verdict.no(Reason.IMPORT_FAILED, f"{type(error).__name__}: {error}"))
+    if not isinstance(backend, Backend):
+        detail = f"its entry point makes {type(backend).__name__}, not a megamoe.backend.Backend"
+        return _candidate(name, package, None, Verdict.no(Reason.BROKEN, detail))
     if backend.api_version != API_VERSION:
         detail = f"speaks API version {backend.api_version}, core speaks {API_VERSION}: install matching versions"
         return _candidate(name, package, None, Verdict.no(Reason.API_VERSION, detail))
@@ -92,14 +98,21 @@ def _judge(candidate: Candidate, problem: MoEProblem | None) -> Candidate:
     backend = candidate.backend
     if backend is None:
         return candidate
-    checks: Iterable[Callable[[], Verdict]] = [backend.probe]
-    if problem is not None:
-        checks = [backend.probe, lambda: backend.supports(problem)]
-    for check in checks:
-        verdict = check()
-        if not verdict.ok:
-            return _candidate(candidate.name, candidate.package, backend, verdict)
+    verdict = _ask(backend.probe)
+    if verdict.ok and problem is not None:
+        verdict = _ask(backend.supports, problem)
     return _candidate(candidate.name, candidate.package, backend, verdict)
+
+
+def _ask(check: Callable[P, Verdict], *args: P.args, **kwargs: P.kwargs) -> Verdict:
+    """What a backend says; one that raises instead must not keep the others from being used."""
+    try:
+        verdict: object = check(*args, **kwargs)
+    except Exception as error:
+        return Verdict.no(Reason.BROKEN, f"{check.__qualname__} raised {type(error).__name__}: {error}")
+    if not isinstance(verdict, Verdict):
+        return Verdict.no(Reason.BROKEN, f"{check.__qualname__} returned {verdict!r}, not a Verdict")
+    return verdict
 
 
 def selection_report(name: str = "auto", problem: MoEProblem | None = None) -> SelectionReport:
@@ -189,6 +202,6 @@ def _selection_error(report: SelectionReport, name: str) -> BackendError:
     if wanted is None:
         return NoBackendError(f"no backend can be used\n{report}")
     candidate = next(candidate for candidate in report.candidates if candidate.name == wanted)
-    runs_here = candidate.backend is not None and candidate.backend.probe().ok
+    runs_here = candidate.backend is not None and _ask(candidate.backend.probe).ok
     error: type[BackendError] = UnsupportedProblemError if runs_here else BackendUnavailableError
     return error(f"backend {wanted} can't be used ({candidate.verdict.reason}): {candidate.verdict.detail}\n{report}")
