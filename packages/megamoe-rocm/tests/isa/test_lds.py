@@ -185,6 +185,19 @@ def test_overwriting_what_others_read_needs_a_barrier() -> None:
     run(group.waves[2], "ds_write_b32 v1, v2", DONE)
 
 
+def test_waves_may_write_the_same_values() -> None:
+    group = lone_group(waves=2)
+    first, second = group.waves
+    for wave in group.waves:
+        wave.v[1] = LANE * 4
+        set_u32(wave, 2, 7)
+    run(first, "ds_write_b32 v1, v2", DONE)
+    run(second, "ds_write_b32 v1, v2", DONE)
+    set_u32(second, 2, 8)
+    with pytest.raises(LdsRaceFault, match="several waves wrote"):
+        run(second, "ds_write_b32 v1, v2")
+
+
 def test_waves_may_use_different_bytes() -> None:
     group = lone_group(waves=2, granule=1)
     first, second = group.waves

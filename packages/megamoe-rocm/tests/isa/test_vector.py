@@ -82,6 +82,9 @@ INTEGER_CASES = [
     ("v_bitop3_b32 v0, v1, v2, v3 bitop3:0x15", (0b1100, 0b1010, 0b0001), 0xFFFFFFF6),
     ("v_bitop3_b32 v0, v1, v2, v3 bitop3:0x36", (0b1100, 0b1010, 0b0110), 0b0100),
     ("v_bitop3_b32 v0, v1, v2, v3", (1, 2, 3), 0),
+    ("v_sub_u32_e64 v0, v1, 1 clamp", (0,), 0),
+    ("v_sub_u32_e64 v0, v1, 1 clamp", (5,), 4),
+    ("v_add_u32_e64 v0, v1, v2 clamp", (0xFFFFFFFF, 2), 0xFFFFFFFF),
     ("v_cvt_f32_u32_e32 v0, v1", (0x80000000,), 0x4F000000),
     ("v_cvt_f32_i32_e32 v0, v1", (0xFFFFFFFF,), 0xBF800000),
     ("v_cvt_f32_ubyte2_e32 v0, v1", (0x00050000,), 0x40A00000),
@@ -204,6 +207,14 @@ def test_fma_agrees_with_exact_rational_arithmetic() -> None:
                 if np.isfinite(other):
                     far = abs(Fraction(float(other)) - exact)
                     assert distance < far or (distance == far and not int(r.view(np.uint32)) & 1)
+
+
+def test_the_16_bit_form_keeps_the_upper_half() -> None:
+    wave = lone_wave()
+    for register, value in ((0, 0xABCD0000), (1, 0xFFFF000C), (2, 0xFFFF000A), (3, 1)):
+        set_u32(wave, register, value)
+    run(wave, "v_bitop3_b16 v0, v1, v2, v3 bitop3:0xea")
+    assert wave.v[0, 0] == 0xABCD0009
 
 
 def test_one_byte_selector_for_all_lanes_acts_as_one_a_lane() -> None:
@@ -443,7 +454,7 @@ def test_accumulation_registers_are_separate() -> None:
     "text",
     [
         "v_add_f32_e64 v0, v1, v2 mul:2",
-        "v_add_u32_e64 v0, v1, v2 clamp",
+        "v_mul_lo_u32 v0, v1, v2 clamp",
         "v_add_u32_e32 v0, -v1, v2",
         "v_no_such_thing v0",
     ],

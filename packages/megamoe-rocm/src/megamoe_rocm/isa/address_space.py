@@ -19,6 +19,11 @@ FIRST_ADDRESS = 0x7F00_0000_0000
 SPACING = 1 << 32
 
 
+def words_of(data: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """The whole words of some bytes, as a view."""
+    return data[: data.size // 4 * 4].view(np.uint32)
+
+
 class Snapshot:
     """A buffer's bytes at one moment; they are copied only when the buffer is written afterwards.
 
@@ -35,7 +40,7 @@ class Snapshot:
     def keep(self) -> None:
         """The buffer is about to change: copy."""
         self.data = self.data.copy()
-        self.words = self.data.view(np.uint32)
+        self.words = words_of(self.data)
 
 
 class Buffer:
@@ -46,7 +51,7 @@ class Buffer:
         rank: the owner.
         ranks: who may use it; the owner always does.
         address: of the first byte.
-        data: its bytes, uint8; padded to a multiple of 16.
+        data: its bytes, uint8; at least `num_bytes`.
         num_bytes: how many of them belong to the buffer.
         changes: the address space's count of writes.
     """
@@ -69,7 +74,7 @@ class Buffer:
         self.ranks = ranks | {rank}
         self.address = address
         self.data = data
-        self.words = data.view(np.uint32)
+        self.words = words_of(data)
         self.num_bytes = num_bytes
         self.changes = changes
         self._moment: ReferenceType[Snapshot] | None = None
@@ -127,18 +132,30 @@ class AddressSpace:
 
     def allocate(self, *, name: str, rank: int, num_bytes: int, ranks: frozenset[int]) -> Buffer:
         """A buffer of zeroed bytes, aligned to 4 KiB."""
-        size = -(-num_bytes // 16) * 16
+        data = np.zeros(-(-num_bytes // 16) * 16, np.uint8)
+        return self.place(
+            name=name, rank=rank, data=data, num_bytes=num_bytes, ranks=ranks, address=self.reserve(num_bytes)
+        )
+
+    def reserve(self, num_bytes: int) -> int:
+        """A free address, aligned to 4 KiB, far from all others."""
         # The 4 GiB boundary falls inside; a buffer of one page can't straddle it and ends there.
-        before = -(-(size // 2) // 4096) * 4096
+        before = -(-(num_bytes // 2) // 4096) * 4096
         address = self._next + SPACING - before
-        self._next += SPACING * (2 + size // SPACING)
-        data = np.zeros(size, np.uint8)
+        self._next += SPACING * (2 + num_bytes // SPACING)
+        return address
+
+    def place(
+        self, *, name: str, rank: int, data: NDArray[np.uint8], num_bytes: int, ranks: frozenset[int], address: int
+    ) -> Buffer:
+        """Make `data` a buffer at a reserved address, without a copy."""
         buffer = Buffer(
             name=name, rank=rank, ranks=ranks, address=address, data=data, num_bytes=num_bytes, changes=self._changes
         )
         self._changes[0] += 1
-        self._starts.append(address)
-        self._buffers.append(buffer)
+        at = bisect_right(self._starts, address)
+        self._starts.insert(at, address)
+        self._buffers.insert(at, buffer)
         return buffer
 
     def find(self, rank: int, first: int, end: int) -> Buffer:

@@ -66,16 +66,26 @@ class LocalMemory:
         before = self.readers[spans]
         self.readers[spans] = np.where((before >= now) & (before != now + wave), now + SEVERAL, now + wave)
 
-    def note_write(self, wave: int, spans: Array, *, in_flight: bool = False) -> None:
-        """Record a write; `in_flight` for a DMA, until it is waited for.
+    def note_write(self, wave: int, spans: Array, *, in_flight: bool = False, changes: bool = True) -> None:
+        """Record a write.
+
+        Args:
+            wave: who writes.
+            spans: granules.
+            in_flight: a DMA, until it is waited for.
+            changes: whether any byte gets another value than it has. Waves may write the same values to the same bytes:
+                compilers let waves that hold the same part of a tensor store it all.
 
         Raises:
             LdsRaceFault: another wave used these bytes since the last barrier.
         """
         now = self.epoch * SLOTS
-        self._refuse(self.writers[spans], now, wave, "writes bytes that", "wrote")
+        writers = self.writers[spans]
+        if changes or in_flight:
+            self._refuse(writers, now, wave, "writes bytes that", "wrote")
         self._refuse(self.readers[spans], now, wave, "writes bytes that", "read")
-        self.writers[spans] = IN_FLIGHT if in_flight else now + wave
+        shared = (writers >= now) & (writers != now + wave)
+        self.writers[spans] = IN_FLIGHT if in_flight else np.where(shared, now + SEVERAL, now + wave)
 
     def note_landed(self, wave: int, spans: Array) -> None:
         """Record that a DMA was waited for."""

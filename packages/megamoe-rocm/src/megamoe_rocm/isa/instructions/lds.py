@@ -110,6 +110,12 @@ def store(lds: LocalMemory, addresses: Array, values: Array, num_bytes: int) -> 
         lds.data[addresses[:, None] + np.arange(num_bytes)] = raw
 
 
+def _changes(lds: LocalMemory, addresses: Array, values: Array, num_bytes: int) -> bool:
+    """Whether a store changes any byte."""
+    mask = U32((1 << 8 * num_bytes) - 1) if num_bytes < 4 else U32(0xFFFFFFFF)
+    return bool((load(lds, addresses, num_bytes) != (values & mask)).any())
+
+
 def put(wave: Wave, target: int, values: Array, lanes: Array | None, num_bytes: int, form: str) -> None:
     """Loaded `[lane, word]` into registers: whole, sign-extended (`i`), or one half (`lo`, `hi`)."""
     if form == "i":
@@ -165,9 +171,10 @@ def _write(item: Instruction, offsets: list[int], num_bytes: int, form: str) -> 
             addresses = active_addresses(wave, register, offset)
             lds.check(addresses, num_bytes)
             spans.append(lds.spans(addresses, num_bytes))
-            lds.note_write(wave.index, spans[-1])
-            values = wave.v[source : source + words] >> shift
-            store(lds, addresses, (values if wave.full else values[:, wave.lanes]).T, num_bytes)
+            values = (wave.v[source : source + words] >> shift).T
+            values = values if wave.full else values[wave.lanes]
+            lds.note_write(wave.index, spans[-1], changes=_changes(lds, addresses, values, num_bytes))
+            store(lds, addresses, values, num_bytes)
 
         def again() -> None:
             for span in spans:

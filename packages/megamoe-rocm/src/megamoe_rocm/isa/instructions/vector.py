@@ -395,7 +395,15 @@ COMPARES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {
 
 WIDE_MADS = {"v_mad_u64_u32": ("u32", "u64"), "v_mad_i64_i32": ("i32", "i64")}
 SPECIAL = frozenset(
-    ("v_cndmask_b32", "v_div_scale_f32", "v_div_fmas_f32", "v_cmp_class_f32", "v_bitop3_b32", "v_pk_mov_b32")
+    (
+        "v_cndmask_b32",
+        "v_div_scale_f32",
+        "v_div_fmas_f32",
+        "v_cmp_class_f32",
+        "v_bitop3_b32",
+        "v_bitop3_b16",
+        "v_pk_mov_b32",
+    )
 )
 MNEMONICS = frozenset(
     (
@@ -452,6 +460,13 @@ def _sources(item: Instruction, texts: tuple[str, ...], kinds: tuple[str, ...]) 
     return fetches
 
 
+SATURATING: dict[str, Callable[[Array, Array], Array]] = {
+    "v_add_u32": lambda a, b: np.minimum(a.astype(U64) + b, 0xFFFFFFFF).astype(U32),
+    "v_sub_u32": lambda a, b: np.where(a > b, a - b, U32(0)),
+    "v_subrev_u32": lambda a, b: np.where(b > a, b - a, U32(0)),
+}  # what `clamp` makes of these
+
+
 def _writer(item: Instruction, kind: str, operand: Operand) -> Callable[[Wave, Array], None]:
     index = operand.index
     if "dst_sel" in item.modifiers:
@@ -461,6 +476,8 @@ def _writer(item: Instruction, kind: str, operand: Operand) -> Callable[[Wave, A
     if kind == "u16":
         return lambda wave, value: wave.write_vector(index, value.view(np.uint16).astype(U32))
     if "clamp" in item.modifiers:
+        if base_name(item.mnemonic) in SATURATING:
+            return lambda wave, value: wave.write_vector(index, value)
         if kind != "f32":
             raise unsupported(item, "no semantics for clamp on integers")
         return lambda wave, value: wave.write_vector(index, np.nan_to_num(value, nan=0.0).clip(F32(0), F32(1)))
@@ -476,6 +493,8 @@ def _elementwise(item: Instruction, semantics: VectorOp) -> Step:
     texts = (*item.operands[1:], item.operands[0]) if semantics.accumulates else item.operands[1:]
     kinds = (*semantics.sources, semantics.result) if semantics.accumulates else semantics.sources
     fetches, write, function = _sources(item, texts, kinds), _writer(item, semantics.result, target), semantics.function
+    if "clamp" in item.modifiers:
+        function = SATURATING.get(base_name(item.mnemonic), function)
     step = _arity(fetches, write, function)
     return lanes.with_dpp_mask(item, step) if lanes.is_dpp(item) else step
 
@@ -691,14 +710,19 @@ def class_of(values: Array) -> Array:
 
 
 def _bitop3(item: Instruction) -> Step:
-    """V_BITOP3_B32: any bitwise function; bit 4a+2b+c of the table is its value for source bits a, b, c."""
+    """V_BITOP3_B32: any bitwise function; bit 4a+2b+c of the table is its value for source bits a, b, c.
+
+    V_BITOP3_B16 does the same with the lower halves, and keeps the destination's upper half.
+    """
     allow_modifiers(item, "bitop3")
+    keep = U32(0xFFFF0000 if item.mnemonic.startswith("v_bitop3_b16") else 0)
     table = int(item.modifiers.get("bitop3", "0"), 0)
     target = parse(item.operands[0]).index
     a, b, c = _sources(item, item.operands[1:], ("u32", "u32", "u32"))
 
     def step(wave: Wave) -> None:
-        wave.write_vector(target, bitop3(a(wave), b(wave), c(wave), table))
+        result = bitop3(a(wave), b(wave), c(wave), table)
+        wave.write_vector(target, (result & ~keep) | (wave.v[target] & keep) if keep else result)
 
     return step
 
@@ -719,5 +743,6 @@ SPECIAL_DECODERS: dict[str, Callable[[Instruction], Step]] = {
     "v_div_fmas_f32": _div_fmas,
     "v_cmp_class_f32": _class,
     "v_bitop3_b32": _bitop3,
+    "v_bitop3_b16": _bitop3,
     "v_pk_mov_b32": _pk_mov,
 }

@@ -1,0 +1,164 @@
+"""The whole layer: kernels compiled for gfx950, executed over emulated ranks, against the staged reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megamoe_rocm.aot import Expectation, check
+from megamoe_rocm.isa import DeadlockError, ExecutionFault, Program
+from megamoe_rocm.isa.device import Device, Programs
+from megamoe_rocm.isa.mutation import KINDS, delete_each, explain, sites
+from megamoe_rocm.kernels.workspace import RankMemory
+
+pytestmark = pytest.mark.usefixtures("toolchain")
+
+MODES = [("a4w4", "bf16"), ("a4w4", "fp8_blockwise_1x32"), ("a8w4", "bf16"), ("a8w4", "fp8_blockwise_1x32")]
+BOUND = 1e-2  # of y against the staged reference, as the interpreted checks have it
+MAX_STEPS = 3_000_000
+PROGRAMS = Programs()  # each kernel is compiled once
+
+
+@pytest.fixture(scope="module")
+def layers(toolchain: None) -> ModuleType:
+    """The layer of the checks in Triton's interpreter: `harness.py` beside them."""
+    path = Path(__file__).parents[1] / "kernels/interpreted/harness.py"
+    spec = importlib.util.spec_from_file_location("interpreted_harness", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def emulated(layers: ModuleType, *, seed: int, programs: Programs = PROGRAMS, resident: int | None = None, **changes):
+    """A layer whose ranks' workspaces are in the interpreter, and the device."""
+    layer = layers.Layer(problem=layers.problem(**changes), polls=1_000_000)
+    ranks = layer.problem.ep_size
+    device = Device(num_ranks=ranks, seed=seed, programs=programs, max_resident=resident)
+    layout = layer.memory[0].layout
+    layer.memory = [
+        RankMemory(layout, device.workspace(rank=rank, num_bytes=layout.num_bytes, arrays=layout.arrays))
+        for rank in range(ranks)
+    ]
+    for memory in layer.memory:
+        memory.workspace.fill_(layers.FILL)
+        memory.start(layer.last_epoch)
+    return layer, device
+
+
+def run_calls(layers: ModuleType, layer, device: Device, calls: Sequence[Sequence[int]]) -> bool:
+    """Whether the outputs of some calls in a row, with so many tokens a rank, are those of the reference."""
+    right = True
+    for call, tokens in enumerate(calls):
+        inputs = layers.random_inputs(layer.problem, tokens, seed=call, low=-1)
+        outs, launches = layer.launches(inputs)
+        device.run(launches, max_steps=MAX_STEPS)
+        for out, expected in zip(outs, layer.reference(inputs).outputs, strict=True):
+            right &= len(expected) == 0 or layers.rel_l2(out, expected) < BOUND
+        right &= all(memory.words("status").tolist() == [0] * 8 for memory in layer.memory)
+    return right
+
+
+@pytest.mark.parametrize("quant, transport", MODES)
+def test_two_ranks(layers: ModuleType, quant: str, transport: str) -> None:
+    """Two calls in a row, across the wrap of the epoch, with other routings and token counts each time."""
+    layer, device = emulated(layers, seed=1, quant=quant, transport=transport)
+    assert run_calls(layers, layer, device, [(24, 9), (0, 7)])
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("quant, transport", MODES)
+def test_more_schedules(layers: ModuleType, quant: str, transport: str, seed: int) -> None:
+    layer, device = emulated(layers, seed=seed, quant=quant, transport=transport)
+    assert run_calls(layers, layer, device, [(24, 9), (1, 24)])
+
+
+def test_four_ranks_of_which_one_has_no_tokens(layers: ModuleType) -> None:
+    layer, device = emulated(layers, seed=3, ep_size=4, num_experts=8, quant="a8w4", transport="fp8_blockwise_1x32")
+    assert run_calls(layers, layer, device, [(11, 0, 24, 5)])
+
+
+def test_a_device_that_holds_one_workgroup(layers: ModuleType) -> None:
+    """No program waits for one that has not started."""
+    layer, device = emulated(layers, seed=4, resident=1)
+    assert run_calls(layers, layer, device, [(24, 9)])
+
+
+def test_biases_and_a_limit(layers: ModuleType) -> None:
+    layer, device = emulated(layers, seed=5, expert_bias=True, activation="swiglu_oai", swiglu_limit=0.7)
+    assert run_calls(layers, layer, device, [(12, 5)])
+
+
+def test_the_fp8_transport_moves_h_and_h_over_32_bytes_a_row(layers: ModuleType) -> None:
+    """Counted from the executed stores to the other rank; what else goes there is the same with either transport."""
+    moved = {}
+    for transport in ("bf16", "fp8_blockwise_1x32"):
+        layer, device = emulated(layers, seed=6, transport=transport)
+        inputs = layers.random_inputs(layer.problem, (24, 9))
+        device.run(layer.launches(inputs)[1], max_steps=MAX_STEPS)
+        moved[transport] = device.machine.stored_bytes
+    hidden, local = layer.problem.hidden_size, layer.problem.num_local_experts
+    for home in range(2):
+        rows = int((inputs.topk_ids[home] // local != home).sum())  # of this home, computed by the other rank
+        saved = moved["bf16"][1 - home, home] - moved["fp8_blockwise_1x32"][1 - home, home]
+        assert rows > 0
+        assert saved == rows * (2 * hidden - (hidden + hidden // 32))
+
+
+def test_executed_code_objects_keep_their_promises(layers: ModuleType) -> None:
+    """No vector spills, no scratch, and MFMAs as the tile says: two K steps of 256 in GEMM1, one in GEMM2, unrolled."""
+    programs = Programs()
+    layer, device = emulated(layers, seed=7, programs=programs)
+    assert run_calls(layers, layer, device, [(8, 8)])
+    names = [code.name for code in programs.code_objects()]
+    assert names == [
+        "quantize_input", "count_picks", "push_entries", "plan_blocks", "dispatch_gemm1", "gemm2_p2p", "combine_rows",
+    ]  # fmt: skip
+    for code in programs.code_objects():
+        assert code.resources.vgpr_spills == code.resources.scratch_bytes == 0
+        if "gemm" not in code.name:
+            check(code, Expectation(scaled_mfmas=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["dispatch_gemm1", "gemm2_p2p", "push_entries", "plan_blocks", "combine_rows"])
+def test_deletions_in_the_layer(layers: ModuleType, kernel: str) -> None:
+    """Instructions of one kernel deleted one at a time, the whole layer run without each."""
+    layer, device = emulated(layers, seed=0)
+    assert run_calls(layers, layer, device, [(24, 9)])
+    (program,) = (item for item in PROGRAMS.loaded() if item.code.name == kernel and _is_plain(item))
+
+    def subject(mutant: Program, seed: int) -> bool:
+        layer, device = emulated(layers, seed=seed, programs=PROGRAMS.with_other(program, mutant))
+        return run_calls(layers, layer, device, [(24, 9), (3, 24)])
+
+    chosen = sites(program, kinds=KINDS, sample=60, seed=1)
+    report = delete_each(program, subject, chosen, seeds=range(3), reasons=explain(program))
+    print(report.table())
+    assert report.share_noticed >= 0.7
+
+
+def _is_plain(program: Program) -> bool:
+    constants = program.code.build["constants"]
+    plain = {"FP4": True, "FP8_TRANSPORT": False, "HAS_BIAS": False, "OAI": False}
+    return all(constants.get(name, value) == value for name, value in plain.items())
+
+
+def test_a_kernel_without_its_flag_is_a_deadlock_or_a_time_out(layers: ModuleType) -> None:
+    """A rank that never publishes its counts: the others wait, as often as they are told to, and say so."""
+    layer, device = emulated(layers, seed=8)
+    layer.polls = 40
+    inputs = layers.random_inputs(layer.problem, (8, 8))
+    _, launches = layer.launches(inputs)
+    launches[1] = [launch for launch in launches[1] if launch.kernel.__name__ != "push_entries"]
+    try:
+        device.run(launches, max_steps=MAX_STEPS)
+    except (DeadlockError, ExecutionFault) as error:
+        pytest.fail(f"the wait has no end: {error}")
+    assert layer.memory[0].words("status").tolist()[:3] == [1, 0, 1]  # timed out: rank 0, waiting for rank 1
