@@ -126,6 +126,27 @@ def test_executed_code_objects_keep_their_promises(layers: ModuleType) -> None:
             check(code, Expectation(scaled_mfmas=0))
 
 
+def test_a_session(layers: ModuleType) -> None:
+    """The session that users open, on top of the interpreter: two calls of two virtual ranks."""
+    from megamoe_rocm.heuristics import config_of
+    from megamoe_rocm.isa.session import EMULATED, open_emulated
+    from megamoe_rocm.planning import make_plan
+
+    problem = layers.problem(quant="a8w4", transport="fp8_blockwise_1x32")
+    plan = make_plan(problem, EMULATED, config=config_of(problem, "small", (layers.SMALL,)))
+    weights = [layers.random_weights(problem, rank) for rank in range(2)]
+    with open_emulated(plan, seed=9, programs=PROGRAMS) as session:
+        prepared = [session.prepare(item) for item in weights]
+        for call, tokens in enumerate([(9, 4), (0, 6)]):
+            inputs = layers.random_inputs(problem, tokens, seed=call, low=-1)
+            outs = session.forward(inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, prepared)
+            session.check()
+            given = (inputs.hidden_states, inputs.topk_ids, inputs.topk_weights)
+            for out, expected in zip(outs, layers.staged(problem, *given, weights).outputs, strict=True):
+                assert len(expected) == 0 or layers.rel_l2(out, expected) < BOUND
+        assert session.stored_bytes[0, 1] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["dispatch_gemm1", "gemm2_p2p", "push_entries", "plan_blocks", "combine_rows"])
 def test_deletions_in_the_layer(layers: ModuleType, kernel: str) -> None:
