@@ -109,16 +109,21 @@ def _captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], 
     call = partial(session.forward, hidden, static.topk_ids, static.topk_weights, weights, out=out)
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog thread may look at its events meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
+    graph = _capture(call)
 
     def load(round_: int) -> None:
         for name, tensor in vars(rounds[round_ % len(rounds)]).items():
             getattr(static, name).copy_(tensor)
 
     return Contender(load=load, call=graph.replay)
+
+
+def _capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread may look at its events meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph
 
 
 def _peers(
@@ -134,13 +139,17 @@ def _peers(
     found: dict[str, Contender] = {}
     plain = _try_on_all_ranks(unfused.NAME, lambda: unfused.UnfusedPeer(problem, group, experts), rounds[0])
     if plain is not None:
-        found[unfused.NAME] = _eager(plain, rounds)
+        found[unfused.NAME] = _contender(plain, rounds, lambda: void(plain.call()))  # waits for the GPU: no graph
     fused = None
     if deep_gemm.is_installed():
         fused = _try_on_all_ranks(deep_gemm.NAME, lambda: deep_gemm.DeepGemmPeer(problem, group, weights), rounds[0])
     if fused is None:
         return found, lambda: None
-    found[deep_gemm.NAME] = _eager(fused, rounds)
+    graphs: list[torch.cuda.CUDAGraph] = []
+    failure = _failure_on_any_rank(lambda: graphs.append(_capture(fused.call)))
+    if failure:
+        logger.warning("peer %s is launched by the host: %s", deep_gemm.NAME, failure)
+    found[deep_gemm.NAME] = _contender(fused, rounds, (lambda: void(fused.call())) if failure else graphs[0].replay)
     return found, fused.close
 
 
@@ -164,22 +173,28 @@ def _try_on_all_ranks(name: str, make: Callable[[], P], inputs: Inputs) -> P | N
         lambda: made[0].call(),
     )
     for step in steps:
-        failure = ""
-        try:
-            step()
-            torch.cuda.synchronize()
-        except Exception as error:  # whatever a foreign library raises
-            failure = f"{type(error).__name__}: {error}"
-        failures: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-        if any(failures):
-            logger.warning("peer %s is left out: %s", name, next(filter(None, failures)))
+        failure = _failure_on_any_rank(step)
+        if failure:
+            logger.warning("peer %s is left out: %s", name, failure)
             return None
     return made[0]
 
 
-def _eager(peer: Peer, rounds: list[Inputs]) -> Contender:
-    return Contender(load=lambda round_: peer.load(rounds[round_ % len(rounds)]), call=lambda: void(peer.call()))
+def _failure_on_any_rank(step: Callable[[], object]) -> str:
+    """COLLECTIVE. Do `step`; what the first rank on which it failed says of it, or nothing."""
+    failure = ""
+    try:
+        step()
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever a foreign library raises
+        failure = f"{type(error).__name__}: {error}"
+    failures: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    return next(filter(None, failures), "")
+
+
+def _contender(peer: Peer, rounds: list[Inputs], call: Callable[[], None]) -> Contender:
+    return Contender(load=lambda round_: peer.load(rounds[round_ % len(rounds)]), call=call)
 
 
 def void(_: object) -> None:
