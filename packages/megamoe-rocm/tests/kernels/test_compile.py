@@ -18,6 +18,8 @@ from megamoe_rocm.kernels.launch import CallTensors, Launch, RankCall, pull_para
 from megamoe_rocm.kernels.signature import options, parameters
 from megamoe_rocm.kernels.workspace import RankMemory, kernel_workspace
 
+pytestmark = pytest.mark.usefixtures("toolchain")
+
 TILES = {bucket.tile.name: bucket.tile for bucket in buckets()}
 MODES = [("a4w4", "bf16"), ("a8w4", "fp8_blockwise_1x32")]
 LDS_BYTES = 160 * 1024
