@@ -31,7 +31,6 @@ class TileConfig:
         num_stages: shared-memory stages of 128 of K.
         producer_registers: registers per thread of the producer warpgroup; a multiple of 8.
         math_registers: the same of the math warpgroups.
-        weights_evict_first: stream weights past the L2 cache, for calls that read each weight about once.
     """
 
     name: str
@@ -39,7 +38,6 @@ class TileConfig:
     num_stages: int
     producer_registers: int
     math_registers: int
-    weights_evict_first: bool = False
 
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128):

@@ -133,7 +133,6 @@ def _booleans(config: KernelConfig) -> dict[str, bool]:
         "SplitM": config.tile.split_m,
         "UnrollByRing": config.unroll_by_ring,
         "RingWraps": config.ring_wraps,
-        "WeightsEvictFirst": config.tile.weights_evict_first,
         "HasLimit": config.swiglu_limit is not None,
         "TapGemm1": config.tap_gemm1,
         "Trace": config.trace,

@@ -25,16 +25,6 @@ __device__ __forceinline__ void tma_load_2d(uint32_t destination, const TensorMa
         "l"(&map), "r"(x), "r"(y), "r"(barrier)
         : "memory");
 }
-__device__ __forceinline__ void tma_load_2d_evict_first(uint32_t destination, const TensorMap& map, uint32_t x,
-                                                        uint32_t y, uint32_t barrier) {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-        "%3}], [%4], %5;" ::"r"(destination),
-        "l"(&map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
-        : "memory");
-}
 // The same box into the L2 cache only; a hint.
 __device__ __forceinline__ void tma_prefetch_2d(const TensorMap& map, uint32_t x, uint32_t y) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
