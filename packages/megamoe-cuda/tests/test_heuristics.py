@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megamoe.problem import MoEProblem
+from megamoe.schedule.simulate import Tiled
 from megamoe_cuda.heuristics import TILES, config_names, session_config
 from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES, shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
@@ -45,3 +46,16 @@ def test_every_kernel_of_a_session_fits_and_shares_one_workspace(name: str, ep_s
     kernels = [config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132) for tile in config.tiles]
     assert all(shared_memory(kernel).num_bytes <= MAX_DYNAMIC_BYTES for kernel in kernels)
     assert len({kernel_workspace(kernel) for kernel in kernels}) == 1
+
+
+def test_a_session_s_cut_is_simulated_as_its_kernels_are_compiled() -> None:
+    config = session_config(SEED, None)
+    for num_tokens in (8, 8192):
+        tile = config.tile_for(SEED, num_tokens)
+        kernel = config.kernel(SEED, tile, num_virtual_ranks=1, ctas_per_rank=132)
+        cut = config.tiling(SEED, num_tokens, 132)
+        assert (cut.block_m, cut.num_stages, cut.num_ctas) == (tile.block_m, tile.num_stages, kernel.ctas_per_rank)
+        assert (cut.lag_blocks, cut.ring_blocks) == (kernel.ring.lag_blocks, kernel.ring.ring_blocks)
+        assert kernel.gemm1_k_blocks * cut.block_k == SEED.hidden_size
+        assert kernel.gemm1_n_tiles * cut.block_n == 2 * SEED.intermediate_size
+    assert isinstance(config, Tiled)

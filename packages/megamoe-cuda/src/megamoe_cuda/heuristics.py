@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from megamoe import backend
 from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, Transport
+from megamoe.schedule.simulate import Tiling
 from megamoe.schedule.waves import Ring, default_ring
-from megamoe_cuda.kernel_config import KernelConfig, TileConfig
+from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, KernelConfig, TileConfig
 
 AUTO = "auto"
 
@@ -34,6 +35,9 @@ MAX_LAG_BLOCKS = 12
 MAX_RING_ROWS = 6144
 """Rows of the ring, at most: with A2 38 MiB at the seed's shape, so that it stays in an H200's L2 cache of 50 MiB. At
 8192 tokens, rings of 24 and 32 blocks of 128 rows beat one of 129 by 4 to 10%."""
+
+PREFETCHED_K_BLOCKS = 8
+"""Of a CTA's first tile, as roles/load.cuh fetches them while ranks exchange counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,23 @@ class SessionConfig(backend.KernelConfig):
         """The tile of a call with `num_tokens` tokens on this rank, if its peers bring about as many."""
         rows_per_expert = num_tokens * problem.top_k / problem.num_local_experts
         return self.tiles[-1] if rows_per_expert > SWITCH_ROWS_PER_EXPERT else self.tiles[0]
+
+    def tiling(self, problem: MoEProblem, num_tokens: int, num_ctas: int) -> Tiling:
+        """See `megamoe.schedule.simulate.Tiled`."""
+        tile = self.tile_for(problem, num_tokens)
+        ring = self.rings[self.tiles.index(tile)]
+        # As prefetch_first_weights() of roles/load.cuh guesses.
+        one_block_each = 2 * num_tokens * problem.top_k <= problem.num_local_experts * tile.block_m
+        return Tiling(
+            block_m=tile.block_m,
+            block_n=BLOCK_N,
+            block_k=BLOCK_K,
+            num_ctas=num_ctas,
+            num_stages=tile.num_stages,
+            lag_blocks=ring.lag_blocks,
+            ring_blocks=ring.ring_blocks,
+            prefetched_k_blocks=PREFETCHED_K_BLOCKS if one_block_each else 0,
+        )
 
 
 def config_names() -> tuple[str, ...]:
