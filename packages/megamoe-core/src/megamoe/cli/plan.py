@@ -15,6 +15,7 @@ from megamoe.backend import Plan
 from megamoe.bench.roofline import weight_bytes
 from megamoe.checkpoint import TensorFiles, find_layer
 from megamoe.cli.console import bytes_text, command, out, say
+from megamoe.cli.prediction import predict_on_paper, predict_plan, print_prediction, why_not
 from megamoe.cli.run import make_problem
 from megamoe.errors import BackendUnavailableError, ConfigError, NoBackendError
 from megamoe.problem import Activation, MoEProblem, Transport
@@ -43,6 +44,7 @@ def plan(
     expert_bias: Annotated[bool, typer.Option(help="Experts have biases.")] = False,
     act_format: Annotated[str | None, typer.Option(help="Of a8w4: mxfp8 or fp8_1x128.")] = None,
     config: Annotated[str | None, typer.Option(help="A configuration of the backend, by name.")] = None,
+    simulate: Annotated[bool, typer.Option(help="Predict the time of calls, from the schedule.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a session would allocate and how it would run. Needs no GPU and allocates nothing."""
@@ -78,10 +80,13 @@ def plan(
         )
     plans, refusals = make_plans(problem, backend, config)
     if as_json:
-        out.print_json(json.dumps({"plans": [_as_json(each) for each in plans], "refusals": refusals}))
+        reports = [_as_json(each) | (_simulated(each) if simulate else {}) for each in plans]
+        out.print_json(json.dumps({"plans": reports, "refusals": refusals}))
     else:
         for each in plans:
             _print(each)
+            if simulate:
+                print_prediction(each)
         for name, why in refusals.items():
             say(f"[bold]{name}[/] can't run this: {escape(why)}")
     if not plans:
@@ -142,6 +147,14 @@ def _as_json(plan: Plan) -> dict[str, Any]:
             for name, section, shape, num_bytes in plan.workspace.breakdown()
         ],
     }
+
+
+def _simulated(plan: Plan) -> dict[str, Any]:
+    reason = why_not(plan)
+    if reason is not None:
+        return {"prediction": None, "no_prediction": reason}
+    paper = [call.as_json() for call in predict_on_paper(plan)]
+    return {"prediction": [call.as_json() for call in predict_plan(plan)], "on_paper": paper}
 
 
 def _plain(value: Any) -> Any:
