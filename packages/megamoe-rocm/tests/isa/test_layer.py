@@ -64,7 +64,7 @@ def run_calls(layers: ModuleType, layer, device: Device, calls: Sequence[Sequenc
     return right
 
 
-@pytest.mark.parametrize("quant, transport", MODES)
+@pytest.mark.parametrize("quant, transport", [MODES[0], MODES[3]])
 def test_two_ranks(layers: ModuleType, quant: str, transport: str) -> None:
     """Two calls in a row, across the wrap of the epoch, with other routings and token counts each time."""
     layer, device = emulated(layers, seed=1, quant=quant, transport=transport)

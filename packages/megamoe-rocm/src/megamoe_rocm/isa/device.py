@@ -6,54 +6,23 @@ buffer an array, so that an access that leaves its array faults.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megamoe.schedule.workspace import Array
 from megamoe_rocm.aot.code_object import CodeObject
-from megamoe_rocm.aot.compiler import CompileOptions, Parameter, compile_kernel
+from megamoe_rocm.aot.compiler import compile_kernel
 from megamoe_rocm.isa import host_memory
 from megamoe_rocm.isa.address_space import Buffer
 from megamoe_rocm.isa.errors import LaunchArgumentsError
 from megamoe_rocm.isa.machine import DEFAULT_MAX_STEPS, Machine
 from megamoe_rocm.isa.program import Argument, Program
-
-ELEMENTS = {
-    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bfloat16: "bf16", torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
-# Integers that are sizes of rows or offsets: multiples of 16 by the layouts, which lets the compiler use wide accesses.
-ALIGNED_INTEGERS = ("_size", "_stride", "_bytes", "_offset")
-
-
-class Launchable(Protocol):
-    """What `megamoe_rocm.kernels.launch.Launch` has."""
-
-    @property
-    def kernel(self) -> Any: ...
-    @property
-    def grid(self) -> tuple[int, ...]: ...
-    @property
-    def arguments(self) -> Mapping[str, Any]: ...
-    @property
-    def constants(self) -> Mapping[str, Any]: ...
-    @property
-    def num_warps(self) -> int: ...
-
-
-class Place(Protocol):
-    """What `megamoe.schedule.workspace.Array` has."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
+from megamoe_rocm.kernels.launch import Launch
+from megamoe_rocm.kernels.signature import options, parameters
 
 
 class Programs:
@@ -62,16 +31,13 @@ class Programs:
     def __init__(self) -> None:
         self._programs: dict[object, Program] = {}
 
-    def get(self, launch: Launchable) -> Program:
+    def get(self, launch: Launch) -> Program:
         """The program of a launch, compiled for gfx950 the first time."""
-        parameters = {name: parameter_of(name, value) for name, value in launch.arguments.items()}
-        key = (launch.kernel, tuple(parameters.items()), tuple(launch.constants.items()), launch.num_warps)
+        signature = parameters(launch)
+        key = (launch.kernel, tuple(signature.items()), tuple(launch.constants.items()), launch.num_warps)
         if key not in self._programs:
             code = compile_kernel(
-                launch.kernel,
-                parameters=parameters,
-                constants=launch.constants,
-                options=CompileOptions(num_warps=launch.num_warps),
+                launch.kernel, parameters=signature, constants=launch.constants, options=options(launch)
             )
             self._programs[key] = Program.load(code)
         return self._programs[key]
@@ -89,15 +55,6 @@ class Programs:
     def code_objects(self) -> tuple[CodeObject, ...]:
         """What was compiled and executed."""
         return tuple(program.code for program in self._programs.values())
-
-
-def parameter_of(name: str, value: Any) -> Parameter:
-    """How an argument is compiled: pointers as 16-byte aligned, without a promise about their range."""
-    if isinstance(value, Tensor):
-        return Parameter(type=f"*{ELEMENTS[value.dtype]}", divisibility=16)
-    if isinstance(value, float):
-        return Parameter(type="fp32")
-    return Parameter(type="i32", divisibility=16 if name.endswith(ALIGNED_INTEGERS) and value % 16 == 0 else 1)
 
 
 class Device:
@@ -119,7 +76,7 @@ class Device:
         self._addresses: dict[int, tuple[int, Tensor]] = {}  # a storage's address here -> in the interpreter
         self._arguments: dict[int, Buffer] = {}  # of these, the ones that are no workspace
 
-    def workspace(self, *, rank: int, num_bytes: int, arrays: Iterable[Place]) -> Tensor:
+    def workspace(self, *, rank: int, num_bytes: int, arrays: Iterable[Array]) -> Tensor:
         """Allocate a rank's workspace, mapped for all ranks: uint8, zeroed.
 
         Its address is the same for the host and for the kernels, so that the host may store addresses in memory.
@@ -147,7 +104,7 @@ class Device:
         self._addresses[address] = (address, tensor)
         return tensor
 
-    def launch(self, launch: Launchable, *, rank: int) -> None:
+    def launch(self, launch: Launch, *, rank: int) -> None:
         """Queue one launch behind the rank's earlier ones."""
         arguments: dict[str, Argument] = {}
         for name, value in launch.arguments.items():
@@ -157,7 +114,7 @@ class Device:
             self._programs.get(launch), grid=(x, y, z), arguments=arguments, rank=rank, max_resident=self._max_resident
         )
 
-    def run(self, launches: Sequence[Sequence[Launchable]], *, max_steps: int = DEFAULT_MAX_STEPS) -> int:
+    def run(self, launches: Sequence[Sequence[Launch]], *, max_steps: int = DEFAULT_MAX_STEPS) -> int:
         """Run each rank's launches in order, all ranks at the same time; returns the number of instructions."""
         for rank, items in enumerate(launches):
             for item in items:
