@@ -51,13 +51,15 @@ def emulated(layers: ModuleType, *, seed: int, programs: Programs = PROGRAMS, re
     return layer, device
 
 
-def run_calls(layers: ModuleType, layer, device: Device, calls: Sequence[Sequence[int]]) -> bool:
+def run_calls(
+    layers: ModuleType, layer, device: Device, calls: Sequence[Sequence[int]], max_steps: int = MAX_STEPS
+) -> bool:
     """Whether the outputs of some calls in a row, with so many tokens a rank, are those of the reference."""
     right = True
     for call, tokens in enumerate(calls):
         inputs = layers.random_inputs(layer.problem, tokens, seed=call, low=-1)
         outs, launches = layer.launches(inputs)
-        device.run(launches, max_steps=MAX_STEPS)
+        device.run(launches, max_steps=max_steps)
         for out, expected in zip(outs, layer.reference(inputs).outputs, strict=True):
             right &= len(expected) == 0 or layers.rel_l2(out, expected) < BOUND
         right &= all(memory.words("status").tolist() == [0] * 8 for memory in layer.memory)
@@ -157,10 +159,11 @@ def test_deletions_in_the_layer(layers: ModuleType, kernel: str) -> None:
 
     def subject(mutant: Program, seed: int) -> bool:
         layer, device = emulated(layers, seed=seed, programs=PROGRAMS.with_other(program, mutant))
-        return run_calls(layers, layer, device, [(24, 9), (3, 24)])
+        # Twice what a right call takes: what never ends is found soon.
+        return run_calls(layers, layer, device, [(24, 9)], max_steps=500_000)
 
-    chosen = sites(program, kinds=KINDS, sample=60, seed=1)
-    report = delete_each(program, subject, chosen, seeds=range(3), reasons=explain(program))
+    chosen = sites(program, kinds=KINDS, sample=40, seed=1)
+    report = delete_each(program, subject, chosen, seeds=(0, 1), reasons=explain(program))
     print(report.table())
     assert report.share_noticed >= 0.7
 
