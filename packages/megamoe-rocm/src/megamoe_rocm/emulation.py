@@ -18,13 +18,17 @@ from megamoe.tensors import PreparedWeights
 from megamoe_rocm.aot import compile_kernel
 from megamoe_rocm.heuristics import SessionConfig
 from megamoe_rocm.isa import Buffer, Machine, Program
-from megamoe_rocm.kernels.launch import CallTensors, Launch, PullParameter, RankCall, pull_parameters
+from megamoe_rocm.kernels.launch import CallTensors, Launch, RankCall, Stage1Parameter, stage1_parameters
 from megamoe_rocm.kernels.signature import options, parameters
 from megamoe_rocm.kernels.workspace import STATUS_WORDS, RankMemory
 
 NO_LIMIT = 2**31 - 1  # num_tokens where the caller gives none
 FILL = 0xA5  # workspace bytes that nobody has written
-ADDRESSES = range(PullParameter.ROUTE_COUNTS, PullParameter.INPUT_PAYLOAD_OFFSET)  # the words that are addresses
+ADDRESSES = (  # the words of stage 1's parameters that are addresses
+    *range(Stage1Parameter.ROUTE_COUNTS, Stage1Parameter.INPUT_PAYLOAD_OFFSET),
+    Stage1Parameter.A2_PAYLOAD,
+    Stage1Parameter.A2_SCALES,
+)
 
 _programs: dict[object, Program] = {}
 
@@ -79,7 +83,7 @@ class EmulatedRanks:
             {tensor.data_ptr(): self._upload(rank, name, tensor) for name, tensor in tensors.items()}
             for rank, tensors in enumerate(self._weights)
         ]
-        self._parameters = [self._pull_parameters(rank) for rank in range(plan.problem.ep_size)]
+        self._parameters = [self._stage1_parameters(rank) for rank in range(plan.problem.ep_size)]
 
     def forward(
         self,
@@ -115,7 +119,7 @@ class EmulatedRanks:
                 rings=self._config.rings,
                 memory=self._memory[rank],
                 peers=self._peers,
-                pull_parameters=self._parameters[rank],
+                stage1_parameters=self._parameters[rank],
                 num_programs=self._num_programs,
                 polls=self._polls,
             )
@@ -159,8 +163,8 @@ class EmulatedRanks:
         content = tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
         return self.machine.buffer(content, rank=rank, name=name)
 
-    def _pull_parameters(self, rank: int) -> Tensor:
+    def _stage1_parameters(self, rank: int) -> Tensor:
         """Addresses of the template's arrays turned into those of the emulated workspace."""
-        words = pull_parameters(self._plan.problem, rank, self._memory[rank])
+        words = stage1_parameters(self._plan.problem, rank, self._memory[rank])
         words[list(ADDRESSES)] += self._workspaces[rank].address - self._memory[rank].workspace.data_ptr()
         return words

@@ -26,7 +26,7 @@ from megamoe.symm import Group
 from megamoe.tensors import ExpertWeights, Mxfp4Weights, PreparedWeights
 from megamoe_rocm import weights as kernel_weights
 from megamoe_rocm.heuristics import SessionConfig
-from megamoe_rocm.kernels.launch import PHASES, CallTensors, Launch, RankCall, pull_parameters
+from megamoe_rocm.kernels.launch import PHASES, CallTensors, Launch, RankCall, stage1_parameters
 from megamoe_rocm.kernels.workspace import STATUS_WORDS, RankMemory, kernel_workspace
 from megamoe_rocm.taps import read_taps
 
@@ -110,7 +110,7 @@ class RocmSession(Session):
         addresses = [memory.data_ptr() for memory in self._memory.ranks]
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         self._parameters = {
-            rank: pull_parameters(self.plan.problem, rank, memory) for rank, memory in self._ranks.items()
+            rank: stage1_parameters(self.plan.problem, rank, memory) for rank, memory in self._ranks.items()
         }
         self.start_epochs(0)
 
@@ -157,7 +157,7 @@ class RocmSession(Session):
                 rings=self._config.rings,
                 memory=self._ranks[rank],
                 peers=self._peers,
-                pull_parameters=self._parameters[rank],
+                stage1_parameters=self._parameters[rank],
                 num_programs=self.plan.device.num_sms * tile.programs_per_cu,
                 polls=self._polls,
             ).phases(call)

@@ -14,7 +14,7 @@ from megamoe.problem import MoEProblem
 from megamoe_rocm.aot import CodeObject, compile_kernel, find_fences, peer_stores
 from megamoe_rocm.aot.inspection import is_scaled_mfma, main_loop
 from megamoe_rocm.heuristics import TileConfig, buckets, config_of
-from megamoe_rocm.kernels.launch import CallTensors, Launch, RankCall, pull_parameters
+from megamoe_rocm.kernels.launch import CallTensors, Launch, RankCall, stage1_parameters
 from megamoe_rocm.kernels.signature import options, parameters
 from megamoe_rocm.kernels.workspace import RankMemory, kernel_workspace
 
@@ -49,7 +49,7 @@ def launches(tile: TileConfig, quant: str, transport: str) -> dict[str, Launch]:
         rings=config.rings,
         memory=memory,
         peers=torch.zeros(2, dtype=torch.int64),
-        pull_parameters=pull_parameters(problem, 0, memory),
+        stage1_parameters=stage1_parameters(problem, 0, memory),
         num_programs=1,
         polls=1,
     )

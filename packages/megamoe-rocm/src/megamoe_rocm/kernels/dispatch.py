@@ -12,7 +12,7 @@ from megamoe_rocm.kernels.layouts import scale_offset
 
 @triton.jit
 def parameter(parameters, name: tl.constexpr):
-    """A parameter of `pull_rows`, int64; `name` is its place in launch.PullParameter."""
+    """A parameter of stage 1, int64; `name` is its place in launch.Stage1Parameter."""
     return tl.load(parameters + name)
 
 
@@ -43,7 +43,7 @@ def pull_rows(
     this rank's own first. Padding rows are neither read nor written.
 
     Args:
-        parameters: int64 words in the order of launch.PullParameter. They are in memory because a persistent kernel
+        parameters: int64 words in the order of launch.Stage1Parameter. They are in memory because a persistent kernel
             holds its arguments in scalar registers from beginning to end, and there are too few.
         WORDS, SCALES: 32-bit words and scale bytes of a row that are moved at a time.
     """

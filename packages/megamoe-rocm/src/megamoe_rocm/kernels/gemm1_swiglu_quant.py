@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe_rocm.kernels.dispatch import pull_rows
+from megamoe_rocm.kernels.dispatch import array, parameter, pull_rows
 from megamoe_rocm.kernels.flags import arrive, call_epoch, wait_for, wait_for_ranks
 from megamoe_rocm.kernels.layouts import scale_offset
 from megamoe_rocm.kernels.main_loop import multiply
@@ -82,11 +82,7 @@ def dispatch_gemm1(
     block_table,
     num_blocks,
     peers,
-    pull_parameters,
-    pool_payload,
-    pool_scales,
-    a2_payload,
-    a2_scales,
+    stage1_parameters,
     w13,
     w13_scale,
     w13_bias,
@@ -95,10 +91,6 @@ def dispatch_gemm1(
     ep_size,
     hidden_size,
     intermediate_size,
-    hidden_payload_stride,
-    hidden_scales_stride,
-    a2_payload_stride,
-    a2_scales_stride,
     counter_words,
     launch_words,
     ticket,
@@ -132,7 +124,7 @@ def dispatch_gemm1(
         rows_arrived: `[2, counter_words]` int32 by parity, one word per block; the chunks of a block count rows and
             waves.
         launch_counters: `[2, launch_words]` int32; `ticket` is the word that counts this launch's tickets.
-        pull_parameters: see `pull_rows`.
+        stage1_parameters: int64 words in the order of launch.Stage1Parameter; see `pull_rows` for why.
         w13, w13_scale: `[E_local, 2I, H / 2]`, `[E_local, 2I, H / 32]` in the layout of weights.py.
         w13_bias: `[E_local, 2I]` FP32 in the order BLOCKS_16, read if HAS_BIAS.
         gate_up_tap: `[ring rows, 2I]` FP32; receives the accumulators if TAP.
@@ -157,7 +149,7 @@ def dispatch_gemm1(
             if is_tile == 0:
                 if index * PULL_ROWS < num_rows:
                     pulled = pull_rows(
-                        pull_parameters,
+                        stage1_parameters,
                         block_table,
                         peers,
                         block,
@@ -175,11 +167,13 @@ def dispatch_gemm1(
                 wait_for(arrived + slot, num_rows * WAVES, polls, status, rank, GEMM1, call, block)
                 expert = tl.load(block_table + block * 4).to(tl.int64)
                 first_row = tl.cast(slot, tl.int64) * BLOCK_M
+                row_stride = tl.multiple_of(parameter(stage1_parameters, 11), 16)
+                a2_stride = tl.multiple_of(parameter(stage1_parameters, 21), 16)
                 acc = multiply(
-                    pool_payload + first_row * hidden_payload_stride,
-                    pool_scales + first_row * hidden_scales_stride,
+                    array(stage1_parameters, 3, tl.uint8) + first_row * row_stride,
+                    array(stage1_parameters, 4, tl.uint8) + first_row * parameter(stage1_parameters, 12),
                     0,
-                    hidden_payload_stride,
+                    row_stride,
                     w13 + expert * num_columns * (hidden_size // 2),
                     w13_scale + expert * num_columns * (hidden_size // 32),
                     index * BLOCK_N,
@@ -198,12 +192,12 @@ def dispatch_gemm1(
                     target = gate_up_tap + row * num_columns + tl.expand_dims(column, 0)
                     tl.store(target, acc, mask=row < first_row + num_rows)
                 store_a2(
-                    a2_payload + first_row * a2_payload_stride,
-                    a2_scales + first_row * a2_scales_stride,
+                    array(stage1_parameters, 19, tl.uint8) + first_row * a2_stride,
+                    array(stage1_parameters, 20, tl.uint8) + first_row * parameter(stage1_parameters, 22),
                     swiglu(acc, limit, BLOCK_M, BLOCK_N // 2, OAI),
                     index * (BLOCK_N // 2),
                     intermediate_size,
-                    a2_payload_stride,
+                    a2_stride,
                     FP4,
                     BLOCK_M,
                     BLOCK_N // 2,

@@ -89,8 +89,8 @@ class CallTensors:
     gate_up_tap: Tensor | None = None
 
 
-class PullParameter(IntEnum):
-    """Words of `pull_parameters`: addresses of own arrays, offsets on any rank, and sizes."""
+class Stage1Parameter(IntEnum):
+    """Words of `stage1_parameters`: addresses of own arrays, offsets on any rank, and sizes."""
 
     ROUTE_COUNTS = 0
     FIRST_ENTRIES = 1
@@ -111,13 +111,17 @@ class PullParameter(IntEnum):
     NUM_LOCAL_EXPERTS = 16
     EP_SIZE = 17
     RANK = 18
+    A2_PAYLOAD = 19
+    A2_SCALES = 20
+    A2_PAYLOAD_STRIDE = 21
+    A2_SCALES_STRIDE = 22
 
 
-def pull_parameters(problem: MoEProblem, rank: int, memory: RankMemory) -> Tensor:
-    """Int64 `[len(PullParameter)]` beside `memory`: what pulls need to know, the same in every call."""
+def stage1_parameters(problem: MoEProblem, rank: int, memory: RankMemory) -> Tensor:
+    """Int64 `[len(Stage1Parameter)]` beside `memory`: what stage 1 needs to know, the same in every call."""
     layout = memory.layout
     values = {
-        PullParameter[name.upper()]: memory.bytes(name).data_ptr()
+        Stage1Parameter[name.upper()]: memory.bytes(name).data_ptr()
         for name in (
             "route_counts",
             "first_entries",
@@ -126,23 +130,27 @@ def pull_parameters(problem: MoEProblem, rank: int, memory: RankMemory) -> Tenso
             "pool_scales",
             "pool_meta",
             "home_rows",
+            "a2_payload",
+            "a2_scales",
         )
     }
     values |= {
-        PullParameter.INPUT_PAYLOAD_OFFSET: layout.offset("input_payload"),
-        PullParameter.INPUT_SCALES_OFFSET: layout.offset("input_scales"),
-        PullParameter.COMBINE_OFFSET: layout.offset("combine"),
-        PullParameter.COMBINE_ROW_BYTES: layout["combine"].row_bytes,
-        PullParameter.PAYLOAD_STRIDE: layout["pool_payload"].row_bytes,
-        PullParameter.SCALES_STRIDE: layout["pool_scales"].row_bytes,
-        PullParameter.HIDDEN_SIZE: problem.hidden_size,
-        PullParameter.TOP_K: problem.top_k,
-        PullParameter.CAPACITY: problem.num_max_tokens_per_rank,
-        PullParameter.NUM_LOCAL_EXPERTS: problem.num_local_experts,
-        PullParameter.EP_SIZE: problem.ep_size,
-        PullParameter.RANK: rank,
+        Stage1Parameter.INPUT_PAYLOAD_OFFSET: layout.offset("input_payload"),
+        Stage1Parameter.INPUT_SCALES_OFFSET: layout.offset("input_scales"),
+        Stage1Parameter.COMBINE_OFFSET: layout.offset("combine"),
+        Stage1Parameter.COMBINE_ROW_BYTES: layout["combine"].row_bytes,
+        Stage1Parameter.PAYLOAD_STRIDE: layout["pool_payload"].row_bytes,
+        Stage1Parameter.SCALES_STRIDE: layout["pool_scales"].row_bytes,
+        Stage1Parameter.HIDDEN_SIZE: problem.hidden_size,
+        Stage1Parameter.TOP_K: problem.top_k,
+        Stage1Parameter.CAPACITY: problem.num_max_tokens_per_rank,
+        Stage1Parameter.NUM_LOCAL_EXPERTS: problem.num_local_experts,
+        Stage1Parameter.EP_SIZE: problem.ep_size,
+        Stage1Parameter.RANK: rank,
+        Stage1Parameter.A2_PAYLOAD_STRIDE: layout["a2_payload"].row_bytes,
+        Stage1Parameter.A2_SCALES_STRIDE: layout["a2_scales"].row_bytes,
     }
-    return torch.tensor([values[word] for word in PullParameter], dtype=torch.int64, device=memory.workspace.device)
+    return torch.tensor([values[word] for word in Stage1Parameter], dtype=torch.int64, device=memory.workspace.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +165,7 @@ class RankCall:
         rings: of all tiles of the session.
         memory: the rank's workspace.
         peers: `[ep_size]` int64 on the device: base addresses of all ranks' workspaces.
-        pull_parameters: made by `pull_parameters` of the same problem, rank and memory.
+        stage1_parameters: made by `stage1_parameters` of the same problem, rank and memory.
         num_programs: programs of a persistent launch; any number gives the same result.
         polls: how often a wait looks before it gives up.
     """
@@ -169,7 +177,7 @@ class RankCall:
     rings: Sequence[Ring]
     memory: RankMemory
     peers: Tensor
-    pull_parameters: Tensor
+    stage1_parameters: Tensor
     num_programs: int
     polls: int
 
@@ -302,11 +310,7 @@ class RankCall:
                 **self._words(*names),
                 "rows_arrived": self.memory.words("counters"),
                 "peers": self.peers,
-                "pull_parameters": self.pull_parameters,
-                "pool_payload": self.memory.bytes("pool_payload"),
-                "pool_scales": self.memory.bytes("pool_scales"),
-                "a2_payload": self.memory.bytes("a2_payload"),
-                "a2_scales": self.memory.bytes("a2_scales"),
+                "stage1_parameters": self.stage1_parameters,
                 "w13": call.weights["w13_weight"],
                 "w13_scale": call.weights["w13_weight_scale"],
                 "w13_bias": call.weights.get("w13_bias", call.topk_weights),
@@ -315,10 +319,6 @@ class RankCall:
                 "ep_size": problem.ep_size,
                 "hidden_size": problem.hidden_size,
                 "intermediate_size": problem.intermediate_size,
-                "hidden_payload_stride": self._row_bytes("pool_payload"),
-                "hidden_scales_stride": self._row_bytes("pool_scales"),
-                "a2_payload_stride": self._row_bytes("a2_payload"),
-                "a2_scales_stride": self._row_bytes("a2_scales"),
                 "counter_words": counter_words(self.rings),
                 "launch_words": launch_words(self.rings),
                 "ticket": len(LaunchCounter) + 2 * index,

@@ -20,7 +20,7 @@ from megamoe.schedule.waves import Ring
 from megamoe.tensors import ExpertWeights, make_weights
 from megamoe_rocm import weights as kernel_weights
 from megamoe_rocm.heuristics import TileConfig
-from megamoe_rocm.kernels.launch import CallTensors, Launch, RankCall, pull_parameters
+from megamoe_rocm.kernels.launch import CallTensors, Launch, RankCall, stage1_parameters
 from megamoe_rocm.kernels.workspace import RankMemory, kernel_workspace, ring_of
 
 torch.set_num_threads(1)
@@ -109,7 +109,7 @@ class Layer:
             rings=(self.ring,),
             memory=self.memory[rank],
             peers=torch.tensor([memory.workspace.data_ptr() for memory in self.memory]),
-            pull_parameters=pull_parameters(self.problem, rank, self.memory[rank]),
+            stage1_parameters=stage1_parameters(self.problem, rank, self.memory[rank]),
             num_programs=self.num_programs,
             polls=self.polls,
         )
