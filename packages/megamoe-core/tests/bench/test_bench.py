@@ -194,6 +194,9 @@ def test_the_commands_list_suites_and_report(tmp_path: Path) -> None:
     report = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
     assert report.exit_code == 0
     assert report.stdout.strip() == markdown(_results()).strip()
+    nowhere = CliRunner().invoke(app, ["bench", "--suite", "reference", "--output", str(tmp_path / "no" / "rows.json")])
+    assert nowhere.exit_code == 2
+    assert "--output can't be written" in nowhere.stderr
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "holds no results" in CliRunner().invoke(app, ["bench", "report", str(empty)]).stderr
@@ -211,13 +214,15 @@ def test_the_reference_is_measured_beside_the_loop() -> None:
     )
     (row,) = _measure_all("test", problem, SuiteOptions(repeats=2), tokens=(3,))
     assert 0 < row.us_min <= row.us_median <= row.us_max
-    assert row.peers["torch loop over experts"] > 0
+    assert list(row.peers) == ["torch loop over experts, FP32 products", "in BF16"]
+    assert min(row.peers.values()) > 0
     assert row.tflops == pytest.approx(3 * 2 * 6 * 128 * 128 / row.us_median / 1e6)
     assert (row.bench, row.ep_size, row.capacity, row.num_gpus) == ("test", 2, 3, 0)
     assert row.workspace_mib > 0
 
 
-def test_the_loop_computes_the_layer() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loop_computes_the_layer(dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     problem = MoEProblem(
         hidden_size=64, intermediate_size=32, num_experts=4, top_k=2, num_max_tokens_per_rank=9, quant="bf16"
@@ -229,9 +234,9 @@ def test_the_loop_computes_the_layer() -> None:
     )
     hidden = torch.randn(9, 64, generator=rng).bfloat16()
     ids, router = torch.randint(-1, 4, (9, 2), generator=rng), torch.rand(9, 2, generator=rng)
-    got = loop_over_experts(hidden, ids, router, list(weights.w13_weight), list(weights.w2_weight)).float()
+    got = loop_over_experts(hidden, ids, router, list(weights.w13_weight), list(weights.w2_weight), dtype)
     expected = oracle(problem, hidden, ids, router, [weights])
-    assert (got - expected).norm() < 0.01 * expected.norm()
+    assert (got.float() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_suites_are_found_through_the_entry_point() -> None:

@@ -137,8 +137,19 @@ BAD_INPUT = [
     pytest.param(["--backend", "abacus"], "backend abacus can't be used (not_installed)", id="backend"),
     pytest.param(["--config", "fastest"], "no such configuration", id="config"),
     pytest.param(["--act-format", "mxfp8"], "act_format is a choice of a8w4 only", id="act_format"),
+    pytest.param(["--output", "/does/not/exist"], "--output can't be written", id="output"),
+    pytest.param(["--output", "/tmp"], "--output can't be written", id="output is a directory"),
+    pytest.param(["--seed", 2**41], "--seed", id="seed"),
     pytest.param(["--input", "/does/not/exist"], "input file /does/not/exist can't be read", id="input"),
 ]
+
+
+def test_the_output_never_replaces_the_checkpoint(megamoe: Call, checkpoints: Paths) -> None:
+    (file, *_) = sorted(checkpoints["mixtral"].rglob("*.safetensors"))
+    before = file.read_bytes()
+    result = megamoe("run", "--checkpoint", checkpoints["mixtral"], "--output", file, exit_code=2)
+    assert "would replace a file of the checkpoint" in result.stderr
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("args, message", BAD_INPUT)

@@ -1,4 +1,4 @@
-"""What the protocol costs; `benchmarks/reference_overhead.py` measures it at a real layer's size."""
+"""What the protocol costs; `megamoe bench --suite reference-v2-lite` measures it at a real layer's size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: `megamoe doctor | run | plan | bench`."""
+"""The command line: `megamoe doctor | run | plan | bench | trace`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megamoe.cli.console import Debug, out
 from megamoe.cli.doctor import doctor
 from megamoe.cli.plan import plan
 from megamoe.cli.run import run
+from megamoe.cli.trace import trace
 
 app = typer.Typer(
     help="Fused expert-parallel mixture-of-experts layers.",
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.command()(run)
 app.command()(plan)
+app.command()(trace)
 app.add_typer(bench.app, name="bench")
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from megamoe.bench.report import Series, grouped, markdown, plot
 from megamoe.bench.results import BenchRow, read_rows, write_rows
 from megamoe.bench.suites import SuiteOptions, find_suite, suites
-from megamoe.cli.console import command, err, out, say, seconds_text
+from megamoe.cli.console import check_writable, command, err, out, say, seconds_text
 from megamoe.errors import ConfigError, InputError
 
 app = typer.Typer(help="Measure a backend, or report what was measured.", invoke_without_command=True)
@@ -35,6 +35,8 @@ def bench(
         return
     options = SuiteOptions(tokens=_parse_tokens(tokens), repeats=repeats, config=config)
     chosen = find_suite(suite)
+    if output is not None:
+        check_writable(output, "--output")
     rows: list[BenchRow] = []
     with err.status(f"measuring {chosen.name}"):
         for row in chosen.run(options):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import typer
@@ -55,6 +57,17 @@ def command(fn: Callable[P, T]) -> Callable[P, T]:
             raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED) from error
 
     return run
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Refuse, before the work is done, an output file that can't be written after it.
+
+    Raises:
+        ConfigError: the path is a directory, or in none that can be written to.
+    """
+    directory = path.absolute().parent
+    if path.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
+        raise ConfigError(f"{option} can't be written", got=path, expected="a file in a directory that exists")
 
 
 def say(text: str) -> None:

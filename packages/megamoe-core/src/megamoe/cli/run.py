@@ -17,7 +17,7 @@ from megamoe.bench.routing import ROUTING_NAMES, routing
 from megamoe.checkpoint import LayerCheckpoint, StoredLayer, TensorFiles, conversion, find_layer
 from megamoe.checkpoint.convert import STORED_AS
 from megamoe.cli.compare import Distance
-from megamoe.cli.console import EXIT_FAILED, RankProgress, bytes_text, command, out, say, seconds_text
+from megamoe.cli.console import EXIT_FAILED, RankProgress, bytes_text, check_writable, command, out, say, seconds_text
 from megamoe.cli.job import Job, JobResult, StageRow, check_devices, run_job
 from megamoe.cli.tokens import FROM_ROUTER, InputFile, TokenSource, parse_tokens, spread
 from megamoe.errors import ConfigError, InputError
@@ -26,6 +26,7 @@ from megamoe.registry import select_backend
 from megamoe.testing.tolerances import BF16_OVER_FP8_TRANSPORT, ORACLE_GATES, OracleGate
 
 DEFAULT_TOKENS = "128"
+MAX_SEED = 2**40  # every rank's generator takes a seed of its own from it, in 63 bits
 
 
 @command
@@ -58,7 +59,7 @@ def run(
     routing_name: Annotated[
         str, typer.Option("--routing", help=" | ".join((*ROUTING_NAMES, f"{FROM_ROUTER} (the checkpoint's own)")))
     ] = "uniform",
-    seed: Annotated[int, typer.Option(help="Of tokens and routing.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of tokens and routing.", min=0, max=MAX_SEED)] = 0,
     config: Annotated[str | None, typer.Option(help="A configuration of the backend, by name.")] = None,
     repeats: Annotated[int, typer.Option(help="Calls; the time is their median.", min=1)] = 3,
     check: Annotated[bool, typer.Option(help="Compare with the FP32 oracle.")] = True,
@@ -72,6 +73,8 @@ def run(
     mode's gate, 2 for bad input.
     """
     stored = find_layer(TensorFiles.find([*checkpoint, *(more_files or [])]), layer)
+    if output is not None:
+        _check_output(output, stored)
     if routing_name != FROM_ROUTER:
         routing(routing_name)
     source = None if input_file is None else InputFile.open(input_file)
@@ -151,6 +154,12 @@ def make_problem(
         expert_bias=stored.expert_bias,
         act_format=act_format,
     )
+
+
+def _check_output(output: Path, layer: LayerCheckpoint) -> None:
+    check_writable(output, "--output")
+    if output.resolve() in {file.resolve() for file in layer.files.where.values()}:
+        raise ConfigError("--output would replace a file of the checkpoint", got=output, hint="name another file")
 
 
 def _check_input(source: InputFile, problem: MoEProblem) -> None:
