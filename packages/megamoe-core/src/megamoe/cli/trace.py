@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megamoe.bench.trace import draw, perfetto, read_trace, summaries
-from megamoe.cli.console import command, out, say
+from megamoe.cli.console import check_writable, command, out, say
 
 
 @command
@@ -23,6 +23,9 @@ def trace(
     picture: Annotated[Path | None, typer.Option(help="SVG or PNG to draw; needs megamoe-core[plots].")] = None,
 ) -> None:
     """Show where the time of one call went."""
+    for option, path in (("--perfetto", perfetto_file), ("--picture", picture)):
+        if path is not None:
+            check_writable(path, option)
     found = read_trace(stamps)
     table = Table("rank", "role", "span", "median µs", "max µs", "last end µs", title=escape(found.title))
     for column in table.columns[3:]:
