@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -12,16 +13,21 @@ import pytest
 
 from megamoe_rocm.aot import Expectation, check
 from megamoe_rocm.isa import DeadlockError, ExecutionFault, Program
-from megamoe_rocm.isa.device import Device, Programs
 from megamoe_rocm.isa.mutation import KINDS, delete_each, explain, sites
-from megamoe_rocm.kernels.workspace import RankMemory
 
 pytestmark = pytest.mark.usefixtures("toolchain")
 
 MODES = [("a4w4", "bf16"), ("a4w4", "fp8_blockwise_1x32"), ("a8w4", "bf16"), ("a8w4", "fp8_blockwise_1x32")]
 BOUND = 1e-2  # of y against the staged reference, as the interpreted checks have it
 MAX_STEPS = 3_000_000
-PROGRAMS = Programs()  # each kernel is compiled once
+
+
+@cache
+def shared_programs():
+    """Each kernel is compiled once. Imported late, as everything that needs Triton is."""
+    from megamoe_rocm.isa.device import Programs
+
+    return Programs()
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +41,14 @@ def layers(toolchain: None) -> ModuleType:
     return module
 
 
-def emulated(layers: ModuleType, *, seed: int, programs: Programs = PROGRAMS, resident: int | None = None, **changes):
+def emulated(layers: ModuleType, *, seed: int, programs=None, resident: int | None = None, **changes):
     """A layer whose ranks' workspaces are in the interpreter, and the device."""
+    from megamoe_rocm.isa.device import Device
+    from megamoe_rocm.kernels.workspace import RankMemory
+
     layer = layers.Layer(problem=layers.problem(**changes), polls=1_000_000)
     ranks = layer.problem.ep_size
-    device = Device(num_ranks=ranks, seed=seed, programs=programs, max_resident=resident)
+    device = Device(num_ranks=ranks, seed=seed, programs=programs or shared_programs(), max_resident=resident)
     layout = layer.memory[0].layout
     layer.memory = [
         RankMemory(layout, device.workspace(rank=rank, num_bytes=layout.num_bytes, arrays=layout.arrays))
@@ -51,9 +60,7 @@ def emulated(layers: ModuleType, *, seed: int, programs: Programs = PROGRAMS, re
     return layer, device
 
 
-def run_calls(
-    layers: ModuleType, layer, device: Device, calls: Sequence[Sequence[int]], max_steps: int = MAX_STEPS
-) -> bool:
+def run_calls(layers: ModuleType, layer, device, calls: Sequence[Sequence[int]], max_steps: int = MAX_STEPS) -> bool:
     """Whether the outputs of some calls in a row, with so many tokens a rank, are those of the reference."""
     right = True
     for call, tokens in enumerate(calls):
@@ -115,7 +122,7 @@ def test_the_fp8_transport_moves_h_and_h_over_32_bytes_a_row(layers: ModuleType)
 
 def test_executed_code_objects_keep_their_promises(layers: ModuleType) -> None:
     """No vector spills, no scratch, and MFMAs as the tile says: two K steps of 256 in GEMM1, one in GEMM2, unrolled."""
-    programs = Programs()
+    programs = type(shared_programs())()
     layer, device = emulated(layers, seed=7, programs=programs)
     assert run_calls(layers, layer, device, [(8, 8)])
     names = [code.name for code in programs.code_objects()]
@@ -137,7 +144,7 @@ def test_a_session(layers: ModuleType) -> None:
     problem = layers.problem(quant="a8w4", transport="fp8_blockwise_1x32")
     plan = make_plan(problem, EMULATED, config=config_of(problem, "small", (layers.SMALL,)))
     weights = [layers.random_weights(problem, rank) for rank in range(2)]
-    with open_emulated(plan, seed=9, programs=PROGRAMS) as session:
+    with open_emulated(plan, seed=9, programs=shared_programs()) as session:
         prepared = [session.prepare(item) for item in weights]
         for call, tokens in enumerate([(9, 4), (0, 6)]):
             inputs = layers.random_inputs(problem, tokens, seed=call, low=-1)
@@ -155,10 +162,10 @@ def test_deletions_in_the_layer(layers: ModuleType, kernel: str) -> None:
     """Instructions of one kernel deleted one at a time, the whole layer run without each."""
     layer, device = emulated(layers, seed=0)
     assert run_calls(layers, layer, device, [(24, 9)])
-    (program,) = (item for item in PROGRAMS.loaded() if item.code.name == kernel and _is_plain(item))
+    (program,) = (item for item in shared_programs().loaded() if item.code.name == kernel and _is_plain(item))
 
     def subject(mutant: Program, seed: int) -> bool:
-        layer, device = emulated(layers, seed=seed, programs=PROGRAMS.with_other(program, mutant))
+        layer, device = emulated(layers, seed=seed, programs=shared_programs().with_other(program, mutant))
         # Twice what a right call takes: what never ends is found soon.
         return run_calls(layers, layer, device, [(24, 9)], max_steps=500_000)
 
