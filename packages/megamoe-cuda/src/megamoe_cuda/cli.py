@@ -1,4 +1,4 @@
-"""`megamoe-cuda`: compile kernels ahead of time, and carry them to other machines. Needs no GPU."""
+"""`megamoe-cuda`: compile kernels ahead of time and carry them to other machines, without a GPU; trace a call, with."""
 
 from __future__ import annotations
 
@@ -57,6 +57,37 @@ def compile_command(
     if over_budget:
         typer.echo(f"{len(over_budget)} kernels are over their budget")
         raise typer.Exit(1)
+
+
+@app.command("trace")
+def trace_command(
+    output: Annotated[Path, typer.Argument(help="file to write, for `megamoe trace`")],
+    tokens: Annotated[int, typer.Option(help="tokens of each rank, and the capacity")] = 512,
+    ep_size: Annotated[int, typer.Option(help="ranks, one GPU each")] = 1,
+    hidden_size: Annotated[int, typer.Option(help="H")] = 4096,
+    intermediate_size: Annotated[int, typer.Option(help="I")] = 2048,
+    experts_per_rank: Annotated[int, typer.Option(help="local experts")] = 32,
+    top_k: Annotated[int, typer.Option(help="picks per token")] = 8,
+    transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32")] = "bf16",
+    routing: Annotated[str, typer.Option(help="as in `megamoe bench`: uniform, zipf, ep8-equivalent, ...")] = "uniform",
+    config: Annotated[str | None, typer.Option(help="pin a configuration by name")] = None,
+) -> None:
+    """Run a call with kernels that store time stamps, with a cold L2 cache, and write them."""
+    from megamoe.bench.trace import write_trace
+    from megamoe_cuda.trace import TracedCall, trace_call  # the session and what it imports
+
+    problem = MoEProblem(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_experts=experts_per_rank * ep_size,
+        top_k=top_k,
+        num_max_tokens_per_rank=tokens,
+        ep_size=ep_size,
+        transport=transport,
+    )
+    call = TracedCall(problem=problem, num_tokens=tokens, routing=routing, config=config)
+    write_trace(output, trace_call(call))
+    typer.echo(f"{call.title}: written to {output}; see megamoe trace {output}")
 
 
 def _compile_and_report(build: Build) -> tuple[str, list[str]]:

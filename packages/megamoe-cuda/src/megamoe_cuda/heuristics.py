@@ -49,11 +49,13 @@ class SessionConfig(backend.KernelConfig):
         tiles: shapes and pipelines.
         rings: geometry of the block ring for each tile; all share one piece of memory.
         tap_gemm1: whether kernels also store GEMM1's accumulators, for tests.
+        trace: whether kernels also store time stamps of their phases.
     """
 
     tiles: tuple[TileConfig, ...]
     rings: tuple[Ring, ...]
     tap_gemm1: bool = False
+    trace: bool = False
 
     def tapped(self) -> SessionConfig:
         """The same tiles, for a session that keeps what stands between the stages: no block overwrites another."""
@@ -80,6 +82,7 @@ class SessionConfig(backend.KernelConfig):
             activation=Activation(problem.activation),
             swiglu_limit=problem.swiglu_limit,
             tap_gemm1=self.tap_gemm1,
+            trace=self.trace,
         )
 
     def tile_for(self, problem: MoEProblem, num_tokens: int) -> TileConfig:

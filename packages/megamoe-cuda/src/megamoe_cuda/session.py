@@ -14,7 +14,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from megamoe_cuda import weights as kernel_weights
 from megamoe_cuda.heuristics import SessionConfig
 from megamoe_cuda.jit.store import load_or_compile
 from megamoe_cuda.kernel_config import BLOCK_K, KernelConfig, TileConfig
-from megamoe_cuda.launcher import TIMEOUT_RECORD, LoadedKernel, RankCall, read_timeout
+from megamoe_cuda.launcher import TIMEOUT_RECORD, TRACE_POINTS, LoadedKernel, RankCall, read_timeout
 from megamoe_cuda.taps import read_taps
 from megamoe_cuda.workspace_layout import initial_words, kernel_workspace
 
@@ -108,6 +108,7 @@ class CudaSession(Session):
         )
         self._received_addresses = [row.data_ptr() for row in self._received]
         self._gate_up: Tensor | None = None  # GEMM1's accumulators by driven rank, where taps are kept
+        self._stamps: Tensor | None = None  # times by driven rank, CTA and point, where a trace is kept
 
     def start(self) -> None:
         """COLLECTIVE. Allocate the workspaces and make them ready for the first call."""
@@ -203,6 +204,7 @@ class CudaSession(Session):
             device_num_tokens=device_tokens,
             expert_counts=self._received_addresses[index],
             gemm1_tap=0 if self._gate_up is None else self._gate_up[index].data_ptr(),
+            trace=0 if self._stamps is None else self._stamps[index].data_ptr(),
         )
         return _Call(num_rows, out, launch, (payload, scales, topk_ids, topk_weights))
 
@@ -404,6 +406,32 @@ class CudaSession(Session):
         ]
         return taps if self.ep_rank is None else taps[0]
 
+    # -- trace --------------------------------------------------------------------------------------------------
+
+    def keep_trace(self) -> None:
+        """From the next call on, keep when each CTA passed each point of it. Local: other ranks need not do the same.
+
+        The session then runs kernels that also store those times; they are compiled at the next call or `warmup`.
+        """
+        self._require_healthy()
+        torch.cuda.synchronize(self._device)
+        self._unload_kernels()
+        self._config = replace(self._config, trace=True)
+        ctas = self._kernel_config(self._config.tiles[0]).ctas_per_rank
+        shape = (len(self._driven), ctas, len(TRACE_POINTS))
+        self._stamps = torch.zeros(shape, dtype=torch.int64, device=self._device)
+
+    def stamps_ns(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Times of the last call, [driven rank][CTA][point of `TRACE_POINTS`]; 0 where there was none. Synchronises.
+
+        Raises:
+            SessionError: `keep_trace` was not called before it.
+        """
+        self.require_open()
+        if self._stamps is None:
+            raise SessionError("this session keeps no trace", hint="call keep_trace() before forward()")
+        return tuple(tuple(map(tuple, ctas)) for ctas in self._stamps.tolist())
+
     # -- end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -415,15 +443,18 @@ class CudaSession(Session):
 
     def _give_back(self) -> None:
         torch.cuda.synchronize(self._device)
-        for kernel in self._kernels.values():
-            kernel.unload()
-        self._kernels.clear()
+        self._unload_kernels()
         try:
             self._meet("close")
         except (SessionError, ProtocolError):
             logger.warning("another rank is gone: this one gives its workspace back without waiting for it")
         self._memory.release()
         self._memory = Memory(ranks=(), release=_nothing)
+
+    def _unload_kernels(self) -> None:
+        for kernel in self._kernels.values():
+            kernel.unload()
+        self._kernels.clear()
 
 
 class _Call(NamedTuple):

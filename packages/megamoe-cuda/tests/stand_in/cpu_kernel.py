@@ -24,7 +24,7 @@ from megamoe.reference.staged import staged
 from megamoe.tensors import Fp8BlockWeights
 from megamoe_cuda import backend, session
 from megamoe_cuda.kernel_config import BLOCK_K, KernelConfig
-from megamoe_cuda.launcher import RankCall
+from megamoe_cuda.launcher import TRACE_POINTS, RankCall
 from megamoe_cuda.taps import pool_rows
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -81,6 +81,10 @@ class CpuKernel:
             dropped += int(((ids < -1) | (ids >= problem.num_experts)).sum())
             if call.gemm1_tap and counts.sum():
                 _store_taps(config, workspaces[rank], call, counts.tolist(), result.taps[rank])
+            assert config.trace == bool(call.trace)
+            if config.trace:
+                stamps = at(call.trace, torch.int64, config.ctas_per_rank, len(TRACE_POINTS))
+                stamps.copy_(torch.arange(1, stamps.numel() + 1).view_as(stamps) * 1000 * (rank + 1))
 
 
 def at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:

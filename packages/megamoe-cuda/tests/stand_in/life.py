@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from megamoe.backend import VirtualRanks
+from megamoe.bench.trace import bars
 from megamoe.errors import InputError, SessionError, WorkspaceError
 from megamoe.problem import MoEProblem
+from megamoe.schedule.device_spec import H200
 from megamoe.testing.data import make_weights, shard
 from megamoe_cuda.backend import CudaBackend
+from megamoe_cuda.trace import trace_of
 
 PROBLEM = MoEProblem(
     hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, num_max_tokens_per_rank=16, ep_size=2
@@ -79,3 +82,23 @@ def test_a_workspace_can_be_handed_in_if_it_fits() -> None:
 def test_taps_are_kept_only_on_request() -> None:
     with open_session() as session, pytest.raises(SessionError, match="keep_taps"):
         session.taps()
+
+
+def test_a_trace_is_kept_on_request_and_drawn() -> None:
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        expected = session.forward(*make_call(0), weights)
+        with pytest.raises(SessionError, match="keep_trace"):
+            session.stamps_ns()
+        session.keep_trace()
+        assert not any(any(map(any, ctas)) for ctas in session.stamps_ns())  # no call yet
+        outputs = session.forward(*make_call(0), weights)
+        assert all(map(torch.equal, outputs, expected))
+        trace = trace_of("a call", session)
+        assert len(trace.stamps_ns) == 2
+        assert len(trace.stamps_ns[0]) == H200.num_sms // 2
+        # The stand-in's stamps are 1, 2, 3... us, on rank 1 twice that.
+        found = {(bar.rank, bar.cta, bar.span.name): (bar.begin_us, bar.end_us) for bar in bars(trace)}
+        assert len(found) == 2 * (H200.num_sms // 2) * len(trace.spans)
+        assert found[0, 0, "stage and route"] == (0.0, 1.0)
+        assert found[1, 1, "multiply"] == (18.0, 22.0)
