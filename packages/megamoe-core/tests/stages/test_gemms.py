@@ -57,9 +57,19 @@ def test_a_blas_that_depends_on_the_height_gets_one_height(
         assert torch.equal(multiply(rows, weight)[MAX_ROWS:], (padded @ weight.T)[:ROW_TILE])
 
 
-def test_the_check_of_the_blas_answers() -> None:
-    assert heights_agree(64, 32) in (True, False)
-    assert heights_agree.cache_info().currsize >= 1
+@pytest.mark.parametrize("error", [0.0, 1e-4])
+def test_the_check_of_the_blas_sees_bits_that_depend_on_the_height(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matmul = torch.Tensor.__matmul__
+    full = torch.randn(MAX_ROWS, 64)
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert matmul(rows, weight).shape == (len(rows), 64)
+        return full[-len(rows) :] + error * (len(rows) == 3 * ROW_TILE)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+    assert heights_agree.__wrapped__(64, 32) == (error == 0)
 
 
 def test_fixed_arithmetic_restores_the_callers_settings() -> None:
