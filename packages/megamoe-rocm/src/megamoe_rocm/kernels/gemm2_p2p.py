@@ -8,7 +8,7 @@ import triton.language as tl
 
 from megamoe_rocm.kernels.flags import arrive, call_epoch, publish
 from megamoe_rocm.kernels.main_loop import multiply
-from megamoe_rocm.kernels.numerics import bf16_bits, quantize_blocks
+from megamoe_rocm.kernels.numerics import bf16_bits, join_columns, quantize_blocks
 from megamoe_rocm.kernels.units import take_ticket
 
 
@@ -37,9 +37,9 @@ def send_rows(
         target = home_row.to(tl.pointer_type(tl.uint8)) + hidden_size + block
         tl.store(target, scales, mask=is_row, cache_modifier=".wt")
     else:
-        column = tl.expand_dims(first_column + tl.arange(0, BLOCK_N), 0)
-        target = home_row.to(tl.pointer_type(tl.uint16)) + column
-        tl.store(target, bf16_bits(rows), mask=is_row, cache_modifier=".wt")
+        words = join_columns(bf16_bits(rows).to(tl.int32), BLOCK_M, BLOCK_N, 16)
+        word = tl.expand_dims(first_column // 2 + tl.arange(0, BLOCK_N // 2), 0)
+        tl.store(home_row.to(tl.pointer_type(tl.int32)) + word, words, mask=is_row, cache_modifier=".wt")
 
 
 @triton.jit
