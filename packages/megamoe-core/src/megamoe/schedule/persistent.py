@@ -2,8 +2,9 @@
 
 The block order
     Units are GEMM1 and GEMM2 column tiles. In step s of `num_blocks + lag` steps come the GEMM1 tiles of block s (if it
-    exists), then the GEMM2 tiles of block s - lag (if it exists). Numbered through, unit i runs on CTA i mod G, and
-    each CTA runs its units in increasing order. Tiles of a block are neighbours, so that the CTAs that run at one time
+    exists), then the GEMM2 tiles of block s - lag (if it exists). Each CTA runs its units in
+    increasing order: here unit i is CTA i mod G's; the SM90 kernel's CTAs claim the next unit from a counter instead,
+    which keeps the argument below, since the CTA that claimed a unit has run all of its lower ones. Tiles of a block are neighbours, so that the CTAs that run at one time
     share the block's activations in the L2 cache; blocks of an expert are neighbours and share its weights.
 
 Why a ring of `ring_blocks > lag` blocks cannot deadlock
@@ -80,7 +81,7 @@ class Unit:
 
 
 def block_order(*, num_blocks: int, num_gemm1_tiles: int, num_gemm2_tiles: int, lag_blocks: int) -> Iterator[Unit]:
-    """All units of a rank in order; unit i belongs to CTA i mod G."""
+    """All units of a rank, in the order in which CTAs take them."""
     for step in range(num_blocks + lag_blocks):
         if step < num_blocks:
             for n_tile in range(num_gemm1_tiles):
