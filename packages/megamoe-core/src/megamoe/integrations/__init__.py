@@ -1,0 +1,6 @@
+"""Adapters to inference engines, each behind an extra of its own; importing one imports no engine.
+
+transformers    `register()` an experts implementation and an expert-parallel implementation
+sessions        what adapters share: the backend for a model's device, and one session per problem
+versions        the releases that an adapter was written for
+"""

@@ -1,0 +1,8 @@
+"""Shared by the tests of this folder: `tiny_models` and `ep_workers` can be imported, here and by spawned ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
