@@ -2,10 +2,11 @@
 
 The block order
     Units are GEMM1 and GEMM2 column tiles. In step s of `num_blocks + lag` steps come the GEMM1 tiles of block s (if it
-    exists), then the GEMM2 tiles of block s - lag (if it exists). Each CTA runs its units in
-    increasing order: here unit i is CTA i mod G's; the SM90 kernel's CTAs claim the next unit from a counter instead,
-    which keeps the argument below, since the CTA that claimed a unit has run all of its lower ones. Tiles of a block are neighbours, so that the CTAs that run at one time
-    share the block's activations in the L2 cache; blocks of an expert are neighbours and share its weights.
+    exists), then the GEMM2 tiles of block s - lag (if it exists). Each CTA runs its units in increasing order. Here
+    unit i is CTA i mod G's; the CTAs of the SM90 kernel claim the next unit from a counter instead, which keeps the
+    argument below: the CTA that claimed a unit has run all lower units that it claimed. Tiles of a block are
+    neighbours, so that the CTAs that run at one time share the block's activations in the L2 cache; blocks of an expert
+    are neighbours and share its weights.
 
 Why a ring of `ring_blocks > lag` blocks cannot deadlock
     Take a rank whose counts have arrived, and its lowest unit u that has not run. All lower units have run.
