@@ -73,6 +73,7 @@ def predict(row: BenchRow) -> float:
         rows_per_expert=expected_rows(sources, problem.num_local_experts),
         links=links,
         rates=KERNEL_RATES[row.gpu],
+        dirty_l2_bytes=device.l2_bytes or 0,  # suites flush the cache by writing
     ).us
 
 

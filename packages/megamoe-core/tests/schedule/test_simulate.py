@@ -18,23 +18,26 @@ from megamoe.schedule.simulate import Prediction, Tiling, simulate
 from megamoe.schedule.tiles import ceil_div
 from megamoe.schedule.workspace import combine_row_bytes
 
-MEASURED = json.loads((Path(__file__).parent / "measured_ep8_equivalent.json").read_text())
+MEASURED = json.loads((Path(__file__).parent / "measured_calls.json").read_text())
 EP8_REMOTE = 7 / 8
 MOST_ERROR = 0.15
+HOLDS_ALL = 1 << 20  # blocks of a ring that no call turns
 
 EP8_LINK = replace(links_of(H200, 8, 8)[0], share=EP8_REMOTE)
 EP8_EQUIVALENT = MoEProblem(
     hidden_size=MEASURED["hidden_size"],
     intermediate_size=MEASURED["intermediate_size"],
-    num_experts=MEASURED["num_experts"],
+    num_experts=64,
     top_k=MEASURED["top_k"],
-    ep_size=MEASURED["ep_size"],
+    ep_size=2,
     num_max_tokens_per_rank=8192,
     quant=MEASURED["mode"],
 )
 ROWS = [
-    pytest.param(row, id=f"run{run}-{row['num_tokens']}of{row['capacity']}-{row['transport']}-{index}")
-    for run, of_run in enumerate(MEASURED["runs"])
+    pytest.param(
+        of_run, row, id=f"{of_run['routing']}-{row['num_tokens']}of{row['capacity']}-{row['transport']}-{index}"
+    )
+    for of_run in MEASURED["runs"]
     for index, row in enumerate(of_run["rows"])
 ]
 
@@ -75,11 +78,45 @@ def predict(
     )
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_measured_rows_are_predicted(row: dict[str, Any]) -> None:
-    cut = tiling(row["num_tokens"], row["block_m"], row["lag_blocks"], row["ring_blocks"])
-    predicted = predict(row["num_tokens"], cut, transport=row["transport"])
+@pytest.mark.parametrize("run, row", ROWS)
+def test_measured_rows_are_predicted(run: dict[str, Any], row: dict[str, Any]) -> None:
+    num_tokens = row["num_tokens"]
+    problem = replace(
+        EP8_EQUIVALENT, num_experts=run["num_experts"], ep_size=run["ep_size"], transport=row["transport"]
+    )
+    stands_for_ep8 = run["routing"] == "ep8-equivalent"
+    sources = (
+        two_rank_sources(problem, num_tokens, EP8_REMOTE) if stands_for_ep8 else uniform_sources(problem, num_tokens)
+    )
+    predicted = simulate(
+        problem,
+        tiling(num_tokens, row["block_m"], row["lag_blocks"], row["ring_blocks"] or HOLDS_ALL),
+        num_tokens=num_tokens,
+        rows_per_expert=expected_rows(sources, problem.num_local_experts),
+        links=(EP8_LINK,) if stands_for_ep8 else (),
+        rates=H200_RATES,
+        dirty_l2_bytes=H200.l2_bytes or 0,  # the L2 cache was flushed by writing
+    )
     assert predicted.us == pytest.approx(row["us_median"], rel=MOST_ERROR)
+
+
+def test_dirty_lines_cost_their_write_back_where_memory_bounds_and_nothing_where_it_does_not() -> None:
+    for num_tokens, block_m, least_us, most_us in ((8, 64, 10.0, 18.0), (2048, 128, 0.0, 1.0)):
+        problem, cut = EP8_EQUIVALENT, tiling(num_tokens, block_m)
+        rows = expected_rows(two_rank_sources(problem, num_tokens, EP8_REMOTE), 32)
+        clean, dirty = (
+            simulate(
+                problem,
+                cut,
+                num_tokens=num_tokens,
+                rows_per_expert=rows,
+                links=(EP8_LINK,),
+                rates=H200_RATES,
+                dirty_l2_bytes=num_bytes,
+            )
+            for num_bytes in (0, 50 << 20)
+        )
+        assert least_us <= dirty.us - clean.us <= most_us
 
 
 def test_parts_make_the_whole() -> None:

@@ -25,7 +25,7 @@ PAPER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A predicted call: uniform routing, quantised inputs, `num_tokens` on each of `ep_size` ranks."""
+    """A predicted call: uniform routing, quantised inputs, a flushed cache, `num_tokens` on each of `ep_size` ranks."""
 
     ep_size: int
     domain_size: int
@@ -64,6 +64,7 @@ def predict(plan: Plan, num_tokens: int, *, ep_size: int | None = None, domain_s
         rows_per_expert=expected_rows(uniform_sources(problem, num_tokens), problem.num_local_experts),
         links=links_of(plan.device, problem.ep_size, domain_size),
         rates=KERNEL_RATES[plan.device.name],
+        dirty_l2_bytes=plan.device.l2_bytes or 0,  # as after the flush of a benchmark
     )
     return Call(ep_size=problem.ep_size, domain_size=domain_size, num_tokens=num_tokens, prediction=prediction)
 

@@ -8,7 +8,8 @@ units are the kernel's own (schedule/persistent.py); what a piece takes is sched
     multiply    CTAs claim units in order; a unit starts when its rows or its A2 are there. Its main loop ends when both
                 its weights have come and the tensor cores are done; the next unit's weights come during its epilogue
     weights     the first block of an expert streams them from memory, at most `num_stages` ahead of the tensor cores,
-                which all streaming CTAs share evenly; later blocks find them in the L2 cache. Padding rows are read too
+                which all streaming CTAs share evenly; later blocks find them in the L2 cache. Padding rows are read
+                too, and dirty lines of the cache are written back as others come in
     send        results leave on the link as tiles end; pulls and peers' results queue for the same direction of it
     finish      a grid join and a flag to every peer, once the last result has left
     combine     top_k rows a token read, one written, at the memory's rate
@@ -105,6 +106,7 @@ def simulate(
     rows_per_expert: Sequence[int],
     links: Sequence[Link],
     rates: KernelRates,
+    dirty_l2_bytes: int = 0,
 ) -> Prediction:
     """Predict a call.
 
@@ -115,6 +117,8 @@ def simulate(
         rows_per_expert: that this rank's experts receive (schedule/expected_rows.py).
         links: to other ranks; their shares sum to the share of rows that leave the rank.
         rates: of the pieces.
+        dirty_l2_bytes: of the L2 cache, written before the call and not written back yet. All of the cache after a
+            benchmark's flush, which fills memory with zeros.
 
     Raises:
         ConfigError: a mode or tile height without measured pieces.
@@ -128,9 +132,10 @@ def simulate(
     blocks = _cut(rows_per_expert, tiling.block_m)
     exchange = _exchange_us(layer, num_tokens, links, rates)
     # The clock falls with the power that the math draws: first at the boost clock, then at the one for as much math.
-    cool = _Rank(layer, blocks, links, rates, slowdown=1.0)
+    cool = _Rank(layer, blocks, links, rates, dirty_l2_bytes, slowdown=1.0)
     cool.run()
-    rank = _Rank(layer, blocks, links, rates, slowdown=1 + (rates.sustained_slowdown - 1) * cool.math_share)
+    slowdown = 1 + (rates.sustained_slowdown - 1) * cool.math_share
+    rank = _Rank(layer, blocks, links, rates, dirty_l2_bytes, slowdown=slowdown)
     multiply = rank.run()
     finish = _finish_us(links, rates)
     combined_bytes = num_tokens * (problem.top_k * layer.row_out_bytes + 2 * problem.hidden_size)
@@ -303,6 +308,7 @@ class _Rank:
         blocks: Sequence[_Block],
         links: Sequence[Link],
         rates: KernelRates,
+        dirty_l2_bytes: int,
         slowdown: float,
     ) -> None:
         self._layer, self._blocks, self._rates, self._slowdown = layer, blocks, rates, slowdown
@@ -317,6 +323,7 @@ class _Rank:
         self._waiting: dict[tuple[Phase, int], list[tuple[int, int]]] = defaultdict(list)
         self._pull_waits_for: int | None = None
         self._math_us = self._end = 0.0
+        self._dirty_left: float = dirty_l2_bytes
         self.hbm_bytes = 0.0
         self.link_bytes = 0.0
 
@@ -410,12 +417,15 @@ class _Rank:
         padding = (layer.tiling.block_m - block.num_rows) * layer.tiling.block_k / layer.n_tiles[cta.unit.phase]
         k_block_bytes = padding + layer.k_block_bytes * block.streams_weights
         self.hbm_bytes += k_blocks * k_block_bytes
-        left = max(0, k_blocks - early_k_blocks)
-        if left and k_block_bytes:
+        num_bytes = max(0, k_blocks - early_k_blocks) * k_block_bytes
+        if num_bytes:
+            cta.parts_left = 2
             # Stages ahead of the tensor cores are all that a stream can be.
             limit = k_blocks * k_block_bytes / (max(1, k_blocks - layer.tiling.num_stages) * k_block_us)
-            cta.parts_left = 2
-            self._bus.add(time, index, left * k_block_bytes, min(limit, rates.sm_stream_bytes_per_s / 1e6))
+            limit = min(limit, rates.sm_stream_bytes_per_s / 1e6)
+            put_out = min(self._dirty_left, num_bytes)  # a line that comes in puts a dirty one out
+            self._dirty_left -= put_out
+            self._bus.add(time, index, num_bytes + put_out, limit * (1 + put_out / num_bytes))
 
     def _end_part(self, time: float, index: int) -> None:
         """Weights have come, or the tensor cores are done; the main loop ends with the later one."""
