@@ -142,14 +142,13 @@ __device__ __forceinline__ void fill_with_nan(const Cta& cta, uint32_t math_thre
 }
 
 __device__ __forceinline__ void combine_role(const Cta& cta, uint32_t warp) {
-    constexpr uint32_t kItemsInFlight = cfg::kTopK > 8 ? 1 : 2;  // neighbours: longer runs of each row
-    constexpr uint32_t kWarps = cfg::kMathWarps * cfg::kCtasPerRank;
+    constexpr uint32_t kItemsInFlight = cfg::kTopK > 8 ? 1 : 2;
+    constexpr uint32_t kStride = cfg::kMathWarps * cfg::kCtasPerRank;
     const uint32_t num_items = cta.num_tokens * ceil_div(cfg::kHiddenSize, kCombineColumns);
-    for (uint32_t first = (warp * cfg::kCtasPerRank + cta.index) * kItemsInFlight; first < num_items;
-         first += kItemsInFlight * kWarps) {
+    for (uint32_t first = warp * cfg::kCtasPerRank + cta.index; first < num_items; first += kItemsInFlight * kStride) {
         CombineItem items[kItemsInFlight];
 #pragma unroll
-        for (uint32_t i = 0; i < kItemsInFlight; ++i) items[i].load(cta, first + i);
+        for (uint32_t i = 0; i < kItemsInFlight; ++i) items[i].load(cta, first + i * kStride);
 #pragma unroll
         for (uint32_t i = 0; i < kItemsInFlight; ++i) items[i].store(cta);
     }
