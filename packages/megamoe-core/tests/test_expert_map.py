@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megamoe import MoEProblem, VirtualRanks
+from megamoe import MoEProblem, VirtualRanks, expert_tensors
 from megamoe.errors import ConfigError, InputError
 from megamoe.expert_map import ExpertMap
 from megamoe.reference.backend import ReferenceBackend
@@ -169,3 +169,27 @@ def test_redundant_experts_give_the_same_bits_as_none(transport: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
     assert torch.equal(counts, expected_counts)
     assert torch.equal(counts, torch.bincount(torch.cat(ids)[torch.cat(ids) >= 0], minlength=LOGICAL))
+
+
+def test_experts_move_between_two_calls() -> None:
+    """In place, by copying slots of `expert_tensors`, after which the map follows: nobody sees the difference."""
+    g = torch.Generator().manual_seed(1)
+    problem = MoEProblem(
+        hidden_size=64, intermediate_size=32, num_experts=PHYSICAL, top_k=2, num_max_tokens_per_rank=16, quant="bf16"
+    )
+    w13 = torch.randn(LOGICAL, 64, 64, generator=g).bfloat16() / 8
+    w2 = torch.randn(LOGICAL, 64, 32, generator=g).bfloat16() / 8
+    x, ids = torch.randn(16, 64, generator=g).bfloat16(), torch.randint(0, LOGICAL, (16, 2), generator=g)
+    weights = torch.rand(16, 2, generator=g)
+    before, after = MOVED, MOVED.roll(3)
+    copies = ExpertMap(before, num_logical_experts=LOGICAL, ep_rank=0, ep_size=1)
+    with BACKEND.open(BACKEND.plan(problem)) as session:
+        prepared = session.prepare_weights(w13[before], w2[before], layout="packed")
+        expected = session.forward(x, copies.to_physical(ids), weights, prepared)
+        source = copies.to_physical(after.unsqueeze(1)).squeeze(1)  # where each slot's new expert is now
+        for tensor in expert_tensors(prepared).values():
+            tensor.copy_(tensor[source])
+        stale = session.forward(x, copies.to_physical(ids), weights, prepared)
+        copies.update(after)
+        assert torch.equal(session.forward(x, copies.to_physical(ids), weights, prepared), expected)
+        assert not torch.equal(stale, expected)

@@ -29,6 +29,8 @@ class Run:
     layout: dict[str, int]
     ep_implementation: str
     shapes: tuple[tuple[int, int], ...]
+    unsupported: str = "error"
+    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,11 @@ def run_all(context: RankContext, path: str, runs: Mapping[str, Run]) -> dict[st
 
 
 def _run(context: RankContext, path: str, run: Run) -> Result:
-    adapter = megamoe_transformers.register(num_max_tokens_per_rank=CAPACITY)
+    adapter = megamoe_transformers.register(num_max_tokens_per_rank=CAPACITY, unsupported=run.unsupported)
     config = DistributedConfig(**run.layout, ep_size=context.world_size, ep_implementation=run.ep_implementation)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path,
-        dtype=torch.bfloat16,
+        dtype=run.dtype,
         experts_implementation="eager" if run.ep_implementation == "megamoe" else "megamoe",
         distributed_config=config,
     ).eval()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megamoe.checkpoint import convert
 from megamoe.errors import (
     BackendUnavailableError,
     CaptureError,
@@ -25,7 +26,7 @@ from megamoe.errors import (
     UnsupportedProblemError,
 )
 from megamoe.problem import Activation, MoEProblem, QuantMode
-from megamoe.tensors import GateUpLayout
+from megamoe.tensors import GateUpLayout, expert_tensors
 from megamoe.testing.tolerances import ORACLE_GATES
 
 pytest.importorskip("transformers", reason="the transformers extra is not installed")
@@ -40,7 +41,7 @@ from transformers.integrations import finegrained_fp8, moe
 from megamoe.integrations import sessions, versions
 from megamoe.integrations import transformers as megamoe_transformers
 from megamoe.integrations.transformers_experts import Adapter, own_forward
-from megamoe.integrations.transformers_weights import read_experts, recognise_gate
+from megamoe.integrations.transformers_weights import in_format_of, read_experts, recognise_gate
 from megamoe.launch import run_ranks
 
 pytestmark = pytest.mark.transformers
@@ -284,6 +285,16 @@ def test_changed_parameters_are_prepared_again(change: str, adapters: Any) -> No
         assert torch.equal(experts(*arguments), expected)
 
 
+def test_weights_prepared_in_inference_mode_can_be_moved_outside_of_it(adapters: Any) -> None:
+    adapter = adapters("inference", num_max_tokens_per_rank=64, quant="a8w8")
+    (experts, *_) = experts_modules(tiny_models.model("mixtral", experts_implementation="inference"))
+    with torch.inference_mode():
+        experts(*tokens(9))
+    layer = adapter.layer(experts, TOP_K)
+    for tensor in expert_tensors(layer.weights).values():
+        tensor[0].copy_(tensor[1])
+
+
 def test_a_copied_module_has_weights_of_its_own(adapter: Adapter) -> None:
     (experts, *_) = experts_modules(tiny_models.model("mixtral", experts_implementation="megamoe"))
     arguments = tokens(9)
@@ -313,6 +324,17 @@ def test_parameters_can_be_dropped(adapters: Any) -> None:
         experts(arguments[0], arguments[1][:, :2], arguments[2][:, :2])  # another top_k needs another preparation
     assert adapter.problems()[0].top_k == TOP_K
     assert twin.down_proj.numel() > 0
+
+
+@pytest.mark.parametrize("mode", list(QuantMode))
+def test_converting_by_expert_is_converting_at_once(mode: QuantMode) -> None:
+    for family in ("mixtral", "gpt_oss"):
+        stored = read_experts(experts_modules(tiny_models.model(family))[0]).weights
+        got, expected = dict(in_format_of(stored, mode).tensors()), dict(convert(stored, mode).tensors())
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert got[name].dtype == tensor.dtype
+            assert torch.equal(got[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -535,11 +557,8 @@ def test_signatures_that_the_adapter_relies_on() -> None:
     assert parameters(implementation.__call__) == experts_arguments
     assert parameters(expert_parallel.AutoEP.__init__) == ["self", "experts", "ep_mesh", "tp_mesh"]
     assert parameters(moe.ExpertsInterface.register) == ["key", "value"]
-    assert (
-        not set(moe.ALL_EXPERTS_FUNCTIONS)
-        - {"deepgemm", "batched_mm", "grouped_mm", "sonicmoe"}
-        - set(megamoe_transformers._adapters)
-    )
+    assert isinstance(moe.ALL_EXPERTS_FUNCTIONS, moe.ExpertsInterface)
+    assert isinstance(finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS, finegrained_fp8.FP8ExpertsInterface)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -574,6 +593,7 @@ RUNS = {
     "shared-split": ep_workers.Run(SHARED, "megamoe", ((3, 19), (3, 19))),  # 29 rows a rank are above the capacity
     "own": ep_workers.Run(OWN, "megamoe", ((1, 16), (1, 3))),  # batches of their own
     "all-reduce": ep_workers.Run(SHARED, "all_reduce", ((1, 15), (1, 15))),  # transformers' own, experts by MegaMoE
+    "eager": ep_workers.Run(OWN, "megamoe", ((1, 17), (1, 3)), unsupported="eager", dtype=torch.float32),
     "own-too-large": ep_workers.Run(OWN, "megamoe", ((1, 17), (1, 3))),
 }
 
@@ -587,13 +607,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[
     return model, run_ranks(ep_workers.run_all, 2, path, RUNS, timeout_s=240, num_threads=1)
 
 
-@pytest.mark.parametrize("name", ["shared", "shared-split", "own", "all-reduce"])
+@pytest.mark.parametrize("name", ["shared", "shared-split", "own", "all-reduce", "eager"])
 def test_two_ranks_are_the_model(name: str, two_ranks: Any) -> None:
     model, outcomes = two_ranks
     for shape, outcome in zip(RUNS[name].shapes, outcomes, strict=True):
         got, error = outcome[name].logits, outcome[name].error
         assert error == ""
-        assert outcome[name].ep_sizes == ([1] if name == "all-reduce" else [2])
+        assert outcome[name].ep_sizes == {"all-reduce": [1], "eager": []}.get(name, [2])
         with torch.no_grad():
             expected = model(ep_workers.batch(shape)).logits
         assert got.shape == expected.shape

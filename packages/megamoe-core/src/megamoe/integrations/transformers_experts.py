@@ -21,12 +21,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from megamoe import ops
 from megamoe.backend import Session
-from megamoe.checkpoint.convert import STORED_AS, convert
+from megamoe.checkpoint.convert import STORED_AS
 from megamoe.errors import BackendError, CaptureError, ConfigError, SessionError
 from megamoe.integrations.sessions import SessionPool
 from megamoe.integrations.transformers import ExpertsOptions, Unsupported
-from megamoe.integrations.transformers_weights import StoredExperts, experts_device, read_experts
-from megamoe.problem import MoEProblem
+from megamoe.integrations.transformers_weights import StoredExperts, experts_device, in_format_of, read_experts
+from megamoe.problem import MoEProblem, QuantMode
 from megamoe.tensors import PreparedWeights
 
 logger = logging.getLogger("megamoe")
@@ -153,6 +153,10 @@ class Adapter:
                 f"the parameters of {type(experts).__name__} were dropped when it was prepared",
                 hint="load the model again, or register with keep_parameters=True",
             )
+        with torch.inference_mode(False), torch.no_grad():  # so that experts can be moved in place in any mode
+            return self._prepare_now(experts, top_k, group)
+
+    def _prepare_now(self, experts: nn.Module, top_k: int, group: Any) -> Layer | None:
         try:
             stored = read_experts(experts)
             problem = self._problem(stored, top_k, 1 if group is None else group.size())
@@ -184,8 +188,7 @@ class Adapter:
     def _enter(self, experts: nn.Module, stored: StoredExperts, session: Session, top_k: int, group: Any) -> Layer:
         """Prepare the weights and leave the layer at its module."""
         problem = session.plan.problem
-        with torch.no_grad():
-            prepared = session.prepare(convert(stored.weights, problem.quant))  # type: ignore[arg-type]
+        prepared = session.prepare(in_format_of(stored.weights, QuantMode(problem.quant)))
         if not self.options.keep_parameters:
             _drop_parameters(experts)
         layer = Layer(

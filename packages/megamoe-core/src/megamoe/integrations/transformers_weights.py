@@ -7,16 +7,24 @@ is recognised by what it computes, on a few numbers: sixty model families bring 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megamoe.checkpoint.convert import convert
 from megamoe.errors import UnsupportedProblemError
-from megamoe.problem import Activation
+from megamoe.problem import Activation, QuantMode
 from megamoe.stages.swiglu_quant import GPT_OSS_ALPHA, GPT_OSS_BETA, SwiGLU
-from megamoe.tensors import Bf16Weights, ExpertWeights, Fp8BlockWeights, GateUpLayout, Mxfp4Weights
+from megamoe.tensors import (
+    WEIGHT_TYPE,
+    Bf16Weights,
+    ExpertWeights,
+    Fp8BlockWeights,
+    GateUpLayout,
+    Mxfp4Weights,
+)
 
 FP8_BLOCKS = [128, 128]
 
@@ -142,6 +150,24 @@ def _fp8(experts: nn.Module, layout: GateUpLayout) -> Fp8BlockWeights | Mxfp4Wei
     return Fp8BlockWeights(
         layout=layout, w13_weight=w13, w13_weight_scale=w13_scale, w2_weight=w2, w2_weight_scale=w2_scale
     )
+
+
+def in_format_of(weights: ExpertWeights, quant: QuantMode) -> ExpertWeights:
+    """`megamoe.checkpoint.convert`, one expert after the other: a whole layer in FP32 may not fit beside the model.
+
+    Raises:
+        FormatError: a size that the format's blocks don't divide.
+    """
+    if type(weights) is WEIGHT_TYPE[quant]:
+        return weights
+    tensors = dict(weights.tensors())
+    parts: list[dict[str, Any]] = []
+    for expert in range(tensors["w13_weight"].shape[0]):
+        alone: dict[str, Any] = {name: tensor[expert : expert + 1] for name, tensor in tensors.items()}
+        converted = convert(replace(weights, **alone), quant)
+        parts.append(dict(converted.tensors()))
+    together: dict[str, Any] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return replace(converted, **together)
 
 
 def experts_device(experts: nn.Module) -> torch.device:
