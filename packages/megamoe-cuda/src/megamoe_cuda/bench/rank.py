@@ -109,21 +109,16 @@ def _captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], 
     call = partial(session.forward, hidden, static.topk_ids, static.topk_weights, weights, out=out)
     call()
     torch.cuda.synchronize()
-    graph = _capture(call)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread may look at its events meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
 
     def load(round_: int) -> None:
         for name, tensor in vars(rounds[round_ % len(rounds)]).items():
             getattr(static, name).copy_(tensor)
 
     return Contender(load=load, call=graph.replay)
-
-
-def _capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog thread may look at its events meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
-    return graph
 
 
 def _peers(
@@ -139,17 +134,14 @@ def _peers(
     found: dict[str, Contender] = {}
     plain = _try_on_all_ranks(unfused.NAME, lambda: unfused.UnfusedPeer(problem, group, experts), rounds[0])
     if plain is not None:
-        found[unfused.NAME] = _contender(plain, rounds, lambda: void(plain.call()))  # waits for the GPU: no graph
+        found[unfused.NAME] = _eager(plain, rounds)
     fused = None
     if deep_gemm.is_installed():
         fused = _try_on_all_ranks(deep_gemm.NAME, lambda: deep_gemm.DeepGemmPeer(problem, group, weights), rounds[0])
     if fused is None:
         return found, lambda: None
-    graphs: list[torch.cuda.CUDAGraph] = []
-    failure = _failure_on_any_rank(lambda: graphs.append(_capture(fused.call)))
-    if failure:
-        logger.warning("peer %s is launched by the host: %s", deep_gemm.NAME, failure)
-    found[deep_gemm.NAME] = _contender(fused, rounds, (lambda: void(fused.call())) if failure else graphs[0].replay)
+    # Not replayed from a graph: on two H200s that ended in an illegal memory access (sgl-deep-gemm 0.1.5, 2026-11-30).
+    found[deep_gemm.NAME] = _eager(fused, rounds)
     return found, fused.close
 
 
@@ -193,8 +185,8 @@ def _failure_on_any_rank(step: Callable[[], object]) -> str:
     return next(filter(None, failures), "")
 
 
-def _contender(peer: Peer, rounds: list[Inputs], call: Callable[[], None]) -> Contender:
-    return Contender(load=lambda round_: peer.load(rounds[round_ % len(rounds)]), call=call)
+def _eager(peer: Peer, rounds: list[Inputs]) -> Contender:
+    return Contender(load=lambda round_: peer.load(rounds[round_ % len(rounds)]), call=lambda: void(peer.call()))
 
 
 def void(_: object) -> None:

@@ -108,7 +108,7 @@ def _measurements(setting: Setting, options: SuiteOptions) -> Iterator[Measureme
                 routing=setting.routing,
                 repeats=options.repeats,
                 config=options.config,
-                with_peers=setting.with_peers and transport is Transport.BF16,
+                with_peers=setting.with_peers,  # with both transports: peers between calls change the GPU's clock
             )
 
 
