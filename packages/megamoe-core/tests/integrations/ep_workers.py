@@ -31,6 +31,7 @@ class Run:
     shapes: tuple[tuple[int, int], ...]
     unsupported: str = "error"
     dtype: torch.dtype = torch.bfloat16
+    keep_parameters: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ def run_all(context: RankContext, path: str, runs: Mapping[str, Run]) -> dict[st
 
 
 def _run(context: RankContext, path: str, run: Run) -> Result:
-    adapter = megamoe_transformers.register(num_max_tokens_per_rank=CAPACITY, unsupported=run.unsupported)
+    adapter = megamoe_transformers.register(
+        num_max_tokens_per_rank=CAPACITY, unsupported=run.unsupported, keep_parameters=run.keep_parameters
+    )
     config = DistributedConfig(**run.layout, ep_size=context.world_size, ep_implementation=run.ep_implementation)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path,
@@ -64,7 +67,8 @@ def _run(context: RankContext, path: str, run: Run) -> Result:
     error, output = "", torch.empty(0)
     try:
         with torch.no_grad():
-            output = model(batch(run.shapes[context.rank])).logits
+            model(batch(run.shapes[context.rank]))
+            output = model(batch(run.shapes[context.rank])).logits  # by layers that are prepared already
         output = output.full_tensor() if isinstance(output, DTensor) else output
     except MegaMoEError as raised:
         error = f"{type(raised).__name__}: {raised}"

@@ -384,6 +384,16 @@ def test_it_compiles_into_one_graph_once_it_has_run(mode: Any, adapter: Adapter)
         assert torch.equal(compiled(*tokens(5)), experts(*tokens(5)))
 
 
+def test_a_whole_model_compiles_into_one_graph(adapter: Adapter) -> None:
+    model = tiny_models.model("deepseek_v3", experts_implementation="megamoe")
+    prompt = torch.randint(1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    torch.compiler.reset()
+    with torch.no_grad():
+        expected = model(prompt, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(prompt, use_cache=False).logits, expected)
+
+
 def test_compiling_first_breaks_the_graph_and_says_why(adapter: Adapter) -> None:
     (experts, other, *_) = experts_modules(tiny_models.model("mixtral", experts_implementation="megamoe"))
     torch.compiler.reset()
@@ -593,6 +603,7 @@ RUNS = {
     "shared-split": ep_workers.Run(SHARED, "megamoe", ((3, 19), (3, 19))),  # 29 rows a rank are above the capacity
     "own": ep_workers.Run(OWN, "megamoe", ((1, 16), (1, 3))),  # batches of their own
     "all-reduce": ep_workers.Run(SHARED, "all_reduce", ((1, 15), (1, 15))),  # transformers' own, experts by MegaMoE
+    "dropped": ep_workers.Run(SHARED, "megamoe", ((1, 15), (1, 15)), keep_parameters=False),
     "eager": ep_workers.Run(OWN, "megamoe", ((1, 17), (1, 3)), unsupported="eager", dtype=torch.float32),
     "own-too-large": ep_workers.Run(OWN, "megamoe", ((1, 17), (1, 3))),
 }
@@ -607,7 +618,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[
     return model, run_ranks(ep_workers.run_all, 2, path, RUNS, timeout_s=240, num_threads=1)
 
 
-@pytest.mark.parametrize("name", ["shared", "shared-split", "own", "all-reduce", "eager"])
+@pytest.mark.parametrize("name", ["shared", "shared-split", "own", "all-reduce", "dropped", "eager"])
 def test_two_ranks_are_the_model(name: str, two_ranks: Any) -> None:
     model, outcomes = two_ranks
     for shape, outcome in zip(RUNS[name].shapes, outcomes, strict=True):
