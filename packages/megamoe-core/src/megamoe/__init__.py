@@ -10,8 +10,8 @@
 
 Import layers, each free to import only those before it:
 
-    errors, env, problem, schedule, formats  ->  stages, layouts, symm  ->  tensors, backend, registry
-    ->  reference, ops, testing, bench, checkpoint, integrations, cli
+    errors, env, problem, schedule, formats  ->  stages, layouts, symm  ->  tensors, backend, registry,
+    expert_map  ->  reference, ops, launch, testing, bench, checkpoint, integrations, cli
 """
 
 from megamoe._version import __version__
