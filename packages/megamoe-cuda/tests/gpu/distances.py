@@ -1,6 +1,7 @@
-"""pytest plugin `-p distances`: writes how far each case of the matrix was from its references.
+"""pytest plugin `-p distances`: writes how far each case of the matrix was from its references, and what failed.
 
-A JSON line per check goes to $OUT/distances.jsonl; the bounds of megamoe.testing.tolerances are calibrated with it.
+A JSON line per check and failure goes to $OUT/distances.jsonl at once, so that a run that is cut short leaves them. The
+bounds of megamoe.testing.tolerances are calibrated with it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from megamoe.backend import StageTaps
@@ -59,9 +61,17 @@ def of_taps(order: Tensor, got: StageTaps, expected: StageTaps) -> dict[str, flo
 
 def write(problem: MoEProblem, against: str, **values: Any) -> None:
     case = os.environ["PYTEST_CURRENT_TEST"].split("[")[-1].split("]")[0]
-    line = {"case": case, "transport": str(problem.transport), "against": against, **values}
+    write_line({"case": case, "transport": str(problem.transport), "against": against, **values})
+
+
+def write_line(line: dict[str, Any]) -> None:
     with FILE.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        write_line({"failed": report.nodeid, "seconds": report.duration, "says": report.longreprtext[-2000:]})
 
 
 def pytest_configure() -> None:
