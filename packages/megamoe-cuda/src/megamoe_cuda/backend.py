@@ -15,7 +15,7 @@ from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict,
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
 from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import H200, DeviceSpec
-from megamoe.symm import Group
+from megamoe.symm import Group, PeerMemory
 from megamoe.symm.torch_symm import TorchSymmGroup
 from megamoe_cuda import __version__, symm_nvshmem
 from megamoe_cuda.agreement import ProcessGroupRanks, Ranks, agree, check_seats, exchange_seats, take_seat
@@ -23,7 +23,7 @@ from megamoe_cuda.heuristics import SessionConfig, config_names, session_config
 from megamoe_cuda.jit.compiler import ARCH
 from megamoe_cuda.kernel_config import BLOCK_K, MAX_K, MAX_RANKS
 from megamoe_cuda.probe import COMPUTE_CAPABILITY, judge, look
-from megamoe_cuda.session import CudaSession, Memory
+from megamoe_cuda.session import CudaSession
 from megamoe_cuda.smem_budget import shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -260,17 +260,17 @@ def _allocate(
     device: torch.device,
     workspace: Tensor | None,
     timeout_s: float,
-) -> Memory:
+) -> PeerMemory:
     """COLLECTIVE. Workspaces of all ranks, `num_bytes` each."""
     if group is None:
         return _allocate_here(size, num_bytes, device, workspace)
     buffer = group.allocate(num_bytes, timeout_s=timeout_s)
     if isinstance(group, symm_nvshmem.NvshmemGroup):
-        return Memory(ranks=buffer.ranks, release=lambda: group.free(buffer))
-    return Memory(ranks=buffer.ranks, release=lambda: None)
+        return PeerMemory(ranks=buffer.ranks, release=lambda: group.free(buffer))
+    return PeerMemory(ranks=buffer.ranks, release=lambda: None)
 
 
-def _allocate_here(size: int, num_bytes: int, device: torch.device, workspace: Tensor | None) -> Memory:
+def _allocate_here(size: int, num_bytes: int, device: torch.device, workspace: Tensor | None) -> PeerMemory:
     """Workspaces of ranks that are all in this process, in ordinary device memory."""
     if workspace is None:
         try:
@@ -291,4 +291,5 @@ def _allocate_here(size: int, num_bytes: int, device: torch.device, workspace: T
             got=f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
             expected=f"{size * num_bytes} bytes at a multiple of {WORKSPACE_ALIGNMENT}",
         )
-    return Memory(ranks=workspace.flatten()[: size * num_bytes].view(size, num_bytes).unbind(), release=lambda: None)
+    ranks = workspace.flatten()[: size * num_bytes].view(size, num_bytes).unbind()
+    return PeerMemory(ranks=ranks, release=lambda: None)

@@ -14,7 +14,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from megamoe.backend import HiddenStates, Plan, Session, SessionStats, check_cal
 from megamoe.errors import CaptureError, InputError, MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.formats import Quantized
 from megamoe.schedule.workspace import WORD
-from megamoe.symm import Group
+from megamoe.symm import Group, PeerMemory
 from megamoe.tensors import ExpertWeights, Fp8BlockWeights, PreparedWeights
 from megamoe_cuda import weights as kernel_weights
 from megamoe_cuda.heuristics import SessionConfig
@@ -41,19 +41,6 @@ INPUT_ALIGNMENT = 16  # bytes; the kernel reads rows in pieces of 16
 MAX_CHECKED = 4096  # sets of shapes and dtypes that a session remembers as right
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Workspaces of all ranks, as this GPU addresses them.
-
-    Args:
-        ranks: uint8 of every rank, in rank order.
-        release: gives them back; collective where the provider's is.
-    """
-
-    ranks: tuple[Tensor, ...]
-    release: Callable[[], None]
-
-
 class CudaSession(Session):
     """See `megamoe.backend.Session`; made by `CudaBackend.open`."""
 
@@ -67,7 +54,7 @@ class CudaSession(Session):
         virtual: bool,
         device: torch.device,
         timeout_s: float,
-        allocate: Callable[[int], Memory],
+        allocate: Callable[[int], PeerMemory],
     ) -> None:
         """Local; `start` makes the session ready for calls.
 
@@ -89,7 +76,7 @@ class CudaSession(Session):
         self._device = device
         self._timeout_s = timeout_s
         self._allocate = allocate
-        self._memory = Memory(ranks=(), release=_nothing)
+        self._memory = PeerMemory(ranks=(), release=_nothing)
         self._addresses: list[int] = []
         self._check_ids = env.debug()
         self._kernels: dict[str, LoadedKernel] = {}  # by the name of the tile
@@ -449,7 +436,7 @@ class CudaSession(Session):
         except (SessionError, ProtocolError):
             logger.warning("another rank is gone: this one gives its workspace back without waiting for it")
         self._memory.release()
-        self._memory = Memory(ranks=(), release=_nothing)
+        self._memory = PeerMemory(ranks=(), release=_nothing)
 
     def _unload_kernels(self) -> None:
         for kernel in self._kernels.values():

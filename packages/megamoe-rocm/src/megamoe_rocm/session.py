@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from megamoe import env
 from megamoe.backend import HiddenStates, Plan, Session, SessionStats, VirtualRanks, check_call
 from megamoe.errors import ConfigError, InputError, MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.formats import Quantized, activation_format
-from megamoe.symm import Group
+from megamoe.symm import Group, PeerMemory
 from megamoe.tensors import ExpertWeights, Mxfp4Weights, PreparedWeights
 from megamoe_rocm import weights as kernel_weights
 from megamoe_rocm.heuristics import SessionConfig
@@ -39,19 +39,6 @@ POLL_S = {"cuda": 1e-6, "cpu": 2e-5}
 Triton's interpreter. A wait counts polls, so a time-out comes about when asked for, or later."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Workspaces of all ranks, as this device addresses them.
-
-    Args:
-        ranks: uint8 of every rank, in rank order.
-        release: gives them back; collective where the provider's is.
-    """
-
-    ranks: tuple[Tensor, ...]
-    release: Callable[[], None]
-
-
 class RocmSession(Session):
     """See `megamoe.backend.Session`."""
 
@@ -65,7 +52,7 @@ class RocmSession(Session):
         virtual: bool,
         device: torch.device,
         timeout_s: float,
-        allocate: Callable[[int], Memory],
+        allocate: Callable[[int], PeerMemory],
     ) -> None:
         """Local; `start` makes the session ready for calls.
 
@@ -91,7 +78,7 @@ class RocmSession(Session):
         self._calls = 0
         self._timeouts = 0
         self._failure: MegaMoETimeoutError | None = None
-        self._memory = Memory(ranks=(), release=_nothing)
+        self._memory = PeerMemory(ranks=(), release=_nothing)
         self._ranks: dict[int, RankMemory] = {}
         self._peers = torch.empty(0)
         self._parameters: dict[int, Tensor] = {}
@@ -407,7 +394,7 @@ class RocmSession(Session):
             logger.warning("another rank is gone: this one gives its workspace back without waiting for it")
         self._ranks = {}
         self._memory.release()
-        self._memory = Memory(ranks=(), release=_nothing)
+        self._memory = PeerMemory(ranks=(), release=_nothing)
 
 
 def open_session(
@@ -431,11 +418,11 @@ def open_session(
     if size != ep_size:
         raise ConfigError("the group's size is not the plan's", got=f"{size} ranks", expected=f"ep_size = {ep_size}")
 
-    def allocate(num_bytes: int) -> Memory:
+    def allocate(num_bytes: int) -> PeerMemory:
         if members is not None:
-            return Memory(ranks=members.allocate(num_bytes, timeout_s=timeout_s).ranks, release=_nothing)
+            return PeerMemory(ranks=members.allocate(num_bytes, timeout_s=timeout_s).ranks, release=_nothing)
         ranks = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(ep_size)]
-        return Memory(ranks=tuple(ranks), release=_nothing)
+        return PeerMemory(ranks=tuple(ranks), release=_nothing)
 
     session = RocmSession(
         plan,

@@ -5,8 +5,8 @@ shm         ranks are processes of one machine, on CPU
 torch_symm  ranks are GPUs, through torch.distributed._symmetric_memory (imported only when it is used)
 """
 
-from megamoe.symm.base import Group, SymmetricBuffer
+from megamoe.symm.base import Group, PeerMemory, SymmetricBuffer
 from megamoe.symm.inproc import InprocGroup
 from megamoe.symm.shm import ShmGroup
 
-__all__ = ["Group", "InprocGroup", "ShmGroup", "SymmetricBuffer"]
+__all__ = ["Group", "InprocGroup", "PeerMemory", "ShmGroup", "SymmetricBuffer"]

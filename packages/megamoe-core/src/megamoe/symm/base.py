@@ -10,6 +10,7 @@ Memory order on CPU
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,6 +40,19 @@ class SymmetricBuffer:
     def peer(self, rank: int) -> Tensor:
         """Bytes of `rank`, this one's own included; what is stored there is seen there."""
         return self.ranks[rank]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerMemory:
+    """Workspaces of all ranks, as one device addresses them, from whatever allocated them.
+
+    Args:
+        ranks: uint8 of every rank, in rank order.
+        release: gives them back; collective where the provider's is.
+    """
+
+    ranks: tuple[Tensor, ...]
+    release: Callable[[], None]
 
 
 class Group(ABC):

@@ -13,11 +13,12 @@ import torch
 
 from megamoe.backend import Plan
 from megamoe.schedule.device_spec import MI355X
+from megamoe.symm import PeerMemory
 from megamoe_rocm.aot.code_object import CodeObject
 from megamoe_rocm.isa.device import Device, Programs
 from megamoe_rocm.isa.machine import DEFAULT_MAX_STEPS
 from megamoe_rocm.kernels.launch import CallTensors, Launch
-from megamoe_rocm.session import Memory, RocmSession
+from megamoe_rocm.session import RocmSession
 
 EMULATED = replace(MI355X, num_sms=1)  # an MI355X of one compute unit
 
@@ -55,12 +56,12 @@ class EmulatedSession(RocmSession):
             allocate=self._workspaces,
         )
 
-    def _workspaces(self, num_bytes: int) -> Memory:
+    def _workspaces(self, num_bytes: int) -> PeerMemory:
         ranks = tuple(
             self._emulated.workspace(rank=rank, num_bytes=num_bytes, arrays=self._layout.arrays)
             for rank in range(self.plan.problem.ep_size)
         )
-        return Memory(ranks=ranks, release=lambda: None)
+        return PeerMemory(ranks=ranks, release=lambda: None)
 
     def _run(self, calls: Sequence[CallTensors]) -> None:
         """Queue one call's launches on all ranks, then run the ranks side by side."""

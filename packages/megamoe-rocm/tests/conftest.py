@@ -1,4 +1,4 @@
-"""Tests of compiled kernels need Triton and LLVM's disassembler."""
+"""Tests that compile or disassemble need Triton and LLVM's disassembler."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from megamoe_rocm.aot.compiler import import_triton
-from megamoe_rocm.aot.disassembly import objdump
-from megamoe_rocm.aot.errors import ToolchainError
-
 
 @pytest.fixture(scope="session")
 def toolchain() -> None:
     """Triton and a disassembler that knows gfx950. Where one is missing the test is skipped; in CI it fails."""
+    from megamoe_rocm.aot.compiler import import_triton
+    from megamoe_rocm.aot.disassembly import objdump
+    from megamoe_rocm.aot.errors import ToolchainError
+
     try:
         import_triton()
         objdump()
