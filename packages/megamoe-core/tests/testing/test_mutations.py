@@ -19,6 +19,7 @@ from megamoe.formats import FP8_1X128, ActivationFormat, Quantized, TransportFor
 from megamoe.problem import Activation
 from megamoe.reference import executor, session
 from megamoe.reference.backend import ReferenceBackend
+from megamoe.schedule.protocol import CombineTokens, Gemm1
 from megamoe.stages.route import Routing
 from megamoe.stages.swiglu_quant import SwiGLU
 from megamoe.tensors import PreparedWeights
@@ -30,7 +31,7 @@ from megamoe.testing.workbench import Workbench
 REAL = {
     name: getattr(executor, name) for name in ("route", "gemm1", "swiglu_quant", "gemm2", "send_rows", "combine_tokens")
 }
-Replacements = dict[str, Callable[..., Any]]
+Replacements = dict[str, Any]
 
 
 def per_64_scale() -> Replacements:
@@ -89,7 +90,7 @@ def weight_before_a2() -> Replacements:
     def swiglu_quant(gate_up: Tensor, activation: SwiGLU, fmt: ActivationFormat) -> Quantized:
         return fmt.quantize(activation(*gate_up.chunk(2, dim=-1)) * rows.weights.unsqueeze(1))
 
-    return {"swiglu_quant": swiglu_quant, "gemm2": _unweighted_gemm2, "RankExecutor._gemm1": _gemm1}
+    return {"swiglu_quant": swiglu_quant, "gemm2": _unweighted_gemm2, "_BODIES": {**executor._BODIES, Gemm1: _gemm1}}
 
 
 def weight_after_transport() -> Replacements:
@@ -101,7 +102,7 @@ def weight_after_transport() -> Replacements:
         weights = self._arguments.topk_weights[tokens].masked_fill(~self._valid[tokens], 0).t().unsqueeze(2)
         self._arguments.out[tokens] = (self._transport.decode(wire) * weights).sum(0).to(torch.bfloat16)
 
-    return {"gemm2": _unweighted_gemm2, "RankExecutor._combine_tokens": _combine_tokens}
+    return {"gemm2": _unweighted_gemm2, "_BODIES": {**executor._BODIES, CombineTokens: _combine_tokens}}
 
 
 def _unweighted_gemm2(a2: Tensor, w2: Tensor, w2_bias: Tensor | None, topk_weights: Tensor) -> Tensor:
