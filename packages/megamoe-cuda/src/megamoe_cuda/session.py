@@ -433,9 +433,10 @@ class CudaSession(Session):
         self._unload_kernels()
         try:
             self._meet("close")
-        except (SessionError, ProtocolError):
-            logger.warning("another rank is gone: this one gives its workspace back without waiting for it")
-        self._memory.release()
+        except (SessionError, ProtocolError, RuntimeError):  # RuntimeError: what torch.distributed raises
+            logger.warning("another rank is gone: memory whose release is collective is kept until this process ends")
+        else:
+            self._memory.release()
         self._memory = PeerMemory(ranks=(), release=_nothing)
 
     def _unload_kernels(self) -> None:

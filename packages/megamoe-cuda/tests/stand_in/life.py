@@ -9,9 +9,10 @@ import torch
 
 from megamoe.backend import VirtualRanks
 from megamoe.bench.trace import bars
-from megamoe.errors import InputError, SessionError, WorkspaceError
+from megamoe.errors import InputError, MegaMoETimeoutError, SessionError, WorkspaceError
 from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import H200
+from megamoe.symm import PeerMemory
 from megamoe.testing.data import make_weights, shard
 from megamoe_cuda.backend import CudaBackend
 from megamoe_cuda.trace import trace_of
@@ -45,6 +46,25 @@ def test_opened_in_inference_mode_and_under_the_meta_device() -> None:
         tensor[0].copy_(tensor[0].clone())
     assert torch.equal(torch.cat(session.forward(*make_call(0), weights)), expected)
     session.close()
+
+
+@pytest.mark.parametrize("error", [None, MegaMoETimeoutError, RuntimeError])
+def test_memory_with_a_collective_release_is_kept_when_a_rank_is_gone(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    """NVSHMEM's free would wait for the dead rank for ever."""
+    session, released = open_session(), []
+
+    def meet(phase: str) -> None:
+        if error is MegaMoETimeoutError:
+            raise MegaMoETimeoutError(rank=0, peer=1, phase=phase, timeout_s=1, epoch=0)
+        if error is not None:
+            raise error("connection closed by peer")
+
+    monkeypatch.setattr(session, "_meet", meet)
+    session._memory = PeerMemory(ranks=session._memory.ranks, release=lambda: released.append(True))
+    session.close()
+    assert released == ([True] if error is None else [])
 
 
 def test_a_call_in_other_shapes_is_checked_anew() -> None:
