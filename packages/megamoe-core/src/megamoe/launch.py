@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.errors import ConfigError, MegaMoEError, ProtocolError
@@ -72,6 +73,17 @@ class RankContext:
     def report(self, message: object) -> None:
         """Send `message` to the launcher's `on_report`, for progress bars and the like."""
         self.pipe.send_bytes(dumps(_Report(message)))
+
+    def join_gpus(self, device: torch.device) -> None:
+        """COLLECTIVE. Make `device` the current GPU, and all ranks torch's default process group, on CPU and GPUs."""
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl",
+            init_method=f"file://{self.directory / 'store'}",
+            rank=self.rank,
+            world_size=self.world_size,
+            device_id=device,
+        )
 
 
 @dataclass(frozen=True)

@@ -82,15 +82,7 @@ def trace_call(call: TracedCall) -> Trace:
 
 def trace_rank(context: RankContext, call: TracedCall) -> Trace:
     """COLLECTIVE. Body of a rank's process, on GPU `context.rank`: warm up, then one call with a cold L2 cache."""
-    device = torch.device("cuda", context.rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{context.directory / 'store'}",
-        rank=context.rank,
-        world_size=context.world_size,
-        device_id=device,
-    )
+    context.join_gpus(torch.device("cuda", context.rank))
     try:
         return _traced(context.rank, call)
     finally:

@@ -390,10 +390,11 @@ class RocmSession(Session):
         self._synchronize()
         try:
             self._meet("close")
-        except (SessionError, ProtocolError):
-            logger.warning("another rank is gone: this one gives its workspace back without waiting for it")
+        except (SessionError, ProtocolError, RuntimeError):  # RuntimeError: what torch.distributed raises
+            logger.warning("another rank is gone: memory whose release is collective is kept until this process ends")
+        else:
+            self._memory.release()
         self._ranks = {}
-        self._memory.release()
         self._memory = PeerMemory(ranks=(), release=_nothing)
 
 

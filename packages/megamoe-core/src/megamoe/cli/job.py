@@ -288,12 +288,7 @@ def _join(context: RankContext, job: Job) -> Any:
         return None
     if job.plan.device.arch == "cpu":
         return ShmGroup.connect(context.name, context.rank, context.world_size, timeout_s=env.timeout_s())
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{context.directory}/rendezvous",
-        rank=context.rank,
-        world_size=context.world_size,
-    )
+    context.join_gpus(torch.device("cuda", context.rank))
     return dist.group.WORLD
 
 

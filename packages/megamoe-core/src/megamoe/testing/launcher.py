@@ -375,14 +375,7 @@ def _group_maker(context: RankContext, device: torch.device) -> Callable[[int], 
         return lambda size: ShmGroup.connect(
             f"{context.name}x{next(numbers)}", context.rank, size, timeout_s=START_TIMEOUT_S
         )
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{context.directory / 'store'}",
-        rank=context.rank,
-        world_size=context.world_size,
-        device_id=device,
-    )
+    context.join_gpus(device)
     return lambda size: dist.group.WORLD
 
 

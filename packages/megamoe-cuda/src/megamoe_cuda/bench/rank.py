@@ -63,15 +63,7 @@ class RankResult:
 
 def measure_rank(context: RankContext, measurements: list[Measurement]) -> list[RankResult]:
     """COLLECTIVE. Body of a rank's process: all measurements of one EP size, on GPU `context.rank`."""
-    device = torch.device("cuda", context.rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{context.directory / 'store'}",
-        rank=context.rank,
-        world_size=context.world_size,
-        device_id=device,
-    )
+    context.join_gpus(torch.device("cuda", context.rank))
     try:
         experts = make_experts(measurements[0].problem, context.rank)
         machine = this_machine(context.world_size)
