@@ -18,7 +18,7 @@ MACHINE = Machine(gpu="NVIDIA H200", num_gpus=2, driver="580.159.04", toolkit="N
 
 
 def all_measurements(options: SuiteOptions = SuiteOptions()) -> list[Measurement]:  # noqa: B008 - frozen
-    return [each for setting in seed_sm90.SETTINGS for each in seed_sm90._measurements(setting, options)]
+    return [each for setting in seed_sm90.settings(8) for each in seed_sm90._measurements(setting, options)]
 
 
 def test_the_suite_is_found_by_name() -> None:
@@ -28,7 +28,7 @@ def test_the_suite_is_found_by_name() -> None:
 def test_every_token_count_is_measured_with_each_routing_and_transport() -> None:
     fitting = [each for each in all_measurements() if each.problem.num_max_tokens_per_rank == each.num_tokens]
     for transport in Transport:
-        for ep_size, routing in ((2, "ep8-equivalent"), (2, "uniform"), (1, "uniform")):
+        for ep_size, routing in ((2, "ep8-equivalent"), (8, "uniform"), (4, "uniform"), (2, "uniform"), (1, "uniform")):
             tokens = {
                 each.num_tokens
                 for each in fitting
@@ -44,6 +44,11 @@ def test_small_calls_are_measured_in_a_large_session_too() -> None:
 
 def test_a_rank_always_has_the_experts_of_ep8() -> None:
     assert {each.problem.num_local_experts for each in all_measurements()} == {32}
+
+
+def test_a_machine_is_measured_at_the_ep_sizes_it_has_gpus_for() -> None:
+    assert [each.ep_size for each in seed_sm90.settings(2) if each.routing == "uniform"] == [2, 1]
+    assert [each.ep_size for each in seed_sm90.settings(8) if each.routing == "uniform"] == [8, 4, 2, 1]
 
 
 def test_tokens_can_be_chosen() -> None:

@@ -1,7 +1,8 @@
 """Compile the kernels of the conformance matrix on all cores, so that a run on a GPU does not wait for the compiler.
 
-python precompile.py virtual     # one GPU that runs all ranks
-python precompile.py processes   # one GPU per rank, EP 1 and 2
+python precompile.py virtual         # one GPU that runs all ranks
+python precompile.py processes [N]   # one GPU per rank, EP 1 to N (2)
+python precompile.py bench [N]       # the benchmark on N GPUs (2)
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ def kernels(problem: MoEProblem, virtual: bool) -> Iterator[KernelConfig]:
         )
 
 
-def bench_kernels() -> Iterator[KernelConfig]:
+def bench_kernels(num_gpus: int) -> Iterator[KernelConfig]:
     """Kernels of the benchmark."""
-    for setting in seed_sm90.SETTINGS:
+    for setting in seed_sm90.settings(num_gpus):
         for measurement in seed_sm90._measurements(setting, SuiteOptions()):
             yield from (build.kernel for build in builds(measurement.problem))
 
 
-def matrix_kernels(virtual: bool) -> Iterator[KernelConfig]:
+def matrix_kernels(virtual: bool, largest_ep_size: int) -> Iterator[KernelConfig]:
     """Kernels of the matrix."""
-    for problem in problems((1, 2, 4, 8) if virtual else (1, 2)):
+    for problem in problems(tuple(ep_size for ep_size in (1, 2, 4, 8) if ep_size <= largest_ep_size)):
         yield from kernels(problem, virtual)
 
 
@@ -73,7 +74,10 @@ def compile_one(kernel: KernelConfig) -> str | None:
 
 def main() -> None:
     kind = sys.argv[1]
-    wanted = dict.fromkeys(bench_kernels() if kind == "bench" else matrix_kernels(kind == "virtual"))
+    num_gpus = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    virtual = kind == "virtual"
+    found = bench_kernels(num_gpus) if kind == "bench" else matrix_kernels(virtual, 8 if virtual else num_gpus)
+    wanted = dict.fromkeys(found)
     started = time.perf_counter()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         failures = [failure for failure in pool.map(compile_one, wanted, chunksize=2) if failure]

@@ -1,9 +1,9 @@
 """Suite `seed-sm90`: the seed's shape, H=4096, I=2048, 32 experts per rank, top-8, from 8 to 8192 tokens per rank.
 
     EP8-equivalent   two GPUs whose routing gives each the rows and the remote share of a rank of EP8
-    EP2              two GPUs, uniform routing
-    EP1              one GPU
     roomy            EP8-equivalent, 8 to 512 tokens in a session of capacity 8192
+    EP8, EP4, EP2    as many GPUs, uniform routing; EP8 is the seed's own layer of 256 experts
+    EP1              one GPU
 
 Inputs are quantised already, as the peers take them; the time from BF16 input stands among the peers.
 """
@@ -50,12 +50,19 @@ class Setting:
     with_peers: bool = True
 
 
-SETTINGS = (
-    Setting(ep_size=2, routing=EP8_EQUIVALENT),
-    Setting(ep_size=2, routing=EP8_EQUIVALENT, most_tokens=512, capacity=8192, with_peers=False),
-    Setting(ep_size=2, routing="uniform"),
-    Setting(ep_size=1, routing="uniform"),
-)
+UNIFORM = "uniform"
+UNIFORM_EP_SIZES = (8, 4, 2, 1)
+SEED_EP_SIZE = 8  # of the published measurements
+
+
+def settings(num_gpus: int) -> list[Setting]:
+    """What a machine is measured on: uniform routing at each EP size it has GPUs for, and what stands in for EP8."""
+    uniform = [Setting(ep_size=ep_size, routing=UNIFORM) for ep_size in UNIFORM_EP_SIZES if ep_size <= num_gpus]
+    return [
+        Setting(ep_size=2, routing=EP8_EQUIVALENT),
+        Setting(ep_size=2, routing=EP8_EQUIVALENT, most_tokens=512, capacity=8192, with_peers=False),
+        *uniform,
+    ]
 
 
 def suites() -> list[Suite]:
@@ -63,7 +70,7 @@ def suites() -> list[Suite]:
     return [
         Suite(
             name=NAME,
-            description="CUDA kernel: the seed's shape at EP1, EP2 and EP8-equivalent, beside its peers",
+            description="CUDA kernel: the seed's shape, EP8-equivalent and at EP1 to EP8, beside its peers",
             backend=CudaBackend.name,
             run=run,
         )
@@ -77,7 +84,7 @@ def run(options: SuiteOptions) -> Iterator[BenchRow]:
         BackendUnavailableError: no usable GPU, or fewer than a setting needs.
     """
     num_gpus = torch.cuda.device_count()
-    for setting in sorted(SETTINGS, key=lambda setting: setting.ep_size > num_gpus):
+    for setting in sorted(settings(num_gpus), key=lambda setting: setting.ep_size > num_gpus):
         if setting.ep_size > num_gpus:
             raise BackendUnavailableError(
                 f"the rest of suite {NAME} needs more GPUs", got=num_gpus, expected=setting.ep_size
@@ -115,7 +122,8 @@ def _measurements(setting: Setting, options: SuiteOptions) -> Iterator[Measureme
 def _row(measurement: Measurement, by_rank: tuple[RankResult, ...]) -> BenchRow:
     seconds = {name: [result.seconds[name] for result in by_rank] for name in by_rank[0].seconds}
     peers = {name: Timing.of(of_ranks).us_median for name, of_ranks in seconds.items() if name != OURS}
-    if measurement.routing == EP8_EQUIVALENT and measurement.with_peers:
+    is_seed_layer = measurement.routing == EP8_EQUIVALENT or measurement.problem.ep_size == SEED_EP_SIZE
+    if is_seed_layer and measurement.with_peers:
         peers |= published(measurement.num_tokens)
     return BenchRow.of(
         bench=NAME,
