@@ -1,0 +1,50 @@
+"""pytest plugin `-p outcomes`: writes what each test came to, so that a run on lent GPUs leaves a result to commit.
+
+$OUTCOMES is the JSON file: the command, commit and GPUs, then a list of tests with outcome and seconds, and what a
+failed one said. It is rewritten after every test, so that a run that is cut short leaves what it had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FILE = Path(os.environ["OUTCOMES"])
+SAYS = 2000  # characters of a failure
+results: list[dict[str, Any]] = []
+
+
+def write() -> None:
+    counts = Counter(each["outcome"] for each in results)
+    found = {
+        "bench": "conformance",
+        "commit": os.environ.get("MEGAMOE_COMMIT", "unknown"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["pytest", *sys.argv[1:]]),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "num_gpus": torch.cuda.device_count(),
+        **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+        "tests": results,
+    }
+    partial = FILE.with_suffix(".partial")
+    partial.write_text(json.dumps(found, indent=0) + "\n")
+    partial.replace(FILE)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" and report.passed:
+        return
+    entry: dict[str, Any] = {"test": report.nodeid.split("::", 1)[-1], "outcome": report.outcome}
+    entry["seconds"] = round(report.duration, 3)
+    if report.failed or report.skipped:
+        entry["says"] = report.longreprtext[-SAYS:]
+    results.append(entry)
+    write()
