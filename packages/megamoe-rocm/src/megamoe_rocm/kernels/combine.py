@@ -39,6 +39,7 @@ def combine_rows(
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
     WAVES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """`out[t] = bf16(((0 + row of slot 0) + row of slot 1) + ...)`; a program takes `ROWS` tokens, `COLUMNS` columns.
 
@@ -76,7 +77,7 @@ def combine_rows(
     inside = tl.expand_dims(token < num_rows, 1) & (column < hidden_size)
     tl.store(target, bf16_bits(acc).to(tl.bfloat16, bitcast=True), mask=inside)
 
-    before = arrive(launch_counters + (call & 1) * launch_words + join, 1, WAVES, "gpu")
+    before = arrive(launch_counters + (call & 1) * launch_words + join, 1, WAVES, "gpu", LANES)
     if before == WAVES * tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(epoch, call)
         if tl.load(status, volatile=True) != 0:

@@ -79,14 +79,19 @@ def wait_for_ranks(flags, epoch, ep_size, polls, status, rank, phase, RANKS: tl.
 
 
 @triton.jit
-def arrive(counter, amount, WAVES: tl.constexpr, SCOPE: tl.constexpr):
+def arrive(counter, amount, WAVES: tl.constexpr, SCOPE: tl.constexpr, LANES: tl.constexpr = 64):
     """Release this program's stores: every wave adds `amount` to `counter` after its own. Acquires as well.
+
+    LANES is 64 where a wave has that many and waits for the stores of all of them, 32 for an NVIDIA warp, whose threads
+    each order their own: there a barrier comes first.
 
     Returns:
         the largest value before an addition. With amount 1 it is WAVES * programs - 1 in the last of all programs.
     """
-    lane = tl.arange(0, WAVES * 64)
-    first_of_wave = lane % 64 == 0
+    if LANES == 32:
+        tl.debug_barrier()
+    lane = tl.arange(0, WAVES * LANES)
+    first_of_wave = lane % LANES == 0
     before = tl.atomic_add(counter + lane * 0, lane * 0 + amount, mask=first_of_wave, sem="acq_rel", scope=SCOPE)
     return tl.max(tl.where(first_of_wave, before, 0), axis=0)
 

@@ -112,6 +112,7 @@ def dispatch_gemm1(
     RANKS: tl.constexpr,
     UNITS_PER_TICKET: tl.constexpr,
     WAVES: tl.constexpr,
+    LANES: tl.constexpr,
     WEIGHT_CACHE: tl.constexpr,
     STORE_CACHE: tl.constexpr,
 ):
@@ -162,7 +163,7 @@ def dispatch_gemm1(
                         PULL_WORDS,
                         PULL_SCALES,
                     )
-                    arrive(arrived + slot, pulled, WAVES, "gpu")
+                    arrive(arrived + slot, pulled, WAVES, "gpu", LANES)
             else:
                 wait_for(arrived + slot, num_rows * WAVES, polls, status, rank, GEMM1, call, block)
                 expert = tl.load(block_table + block * 4).to(tl.int64)

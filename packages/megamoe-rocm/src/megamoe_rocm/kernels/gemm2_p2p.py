@@ -80,6 +80,7 @@ def gemm2_p2p(
     RANKS: tl.constexpr,
     UNITS_PER_TICKET: tl.constexpr,
     WAVES: tl.constexpr,
+    LANES: tl.constexpr,
     WEIGHT_CACHE: tl.constexpr,
 ):
     """Blocks `first_block .. first_block + ring_blocks - 1`, those that there are; stage 1 of them has ended.
@@ -137,6 +138,6 @@ def gemm2_p2p(
                 send_rows(acc, home_row, first_column, hidden_size, FP8_TRANSPORT, TILE_M, BLOCK_N)
 
     if is_last != 0:
-        before = arrive(counters + join, 1, WAVES, "sys")
+        before = arrive(counters + join, 1, WAVES, "sys", LANES)
         if (before == WAVES * tl.num_programs(0) - 1) & (tl.load(status, volatile=True) == 0):
             publish(peers, rank, ep_size, finished_offset, call, RANKS)

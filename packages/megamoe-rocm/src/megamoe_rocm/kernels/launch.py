@@ -168,6 +168,7 @@ class RankCall:
         stage1_parameters: made by `stage1_parameters` of the same problem, rank and memory.
         num_programs: programs of a persistent launch; any number gives the same result.
         polls: how often a wait looks before it gives up.
+        lanes: of a wave: 64 on AMD's GPUs, 32 on NVIDIA's.
     """
 
     problem: MoEProblem
@@ -180,6 +181,7 @@ class RankCall:
     stage1_parameters: Tensor
     num_programs: int
     polls: int
+    lanes: int = 64
 
     def phases(self, call: CallTensors) -> Iterator[list[Launch]]:
         """The launches of one call, in order. Ranks on one stream take turns, phase by phase."""
@@ -252,7 +254,7 @@ class RankCall:
                 "launch_words": launch_words(self.rings),
                 "join": int(LaunchCounter.COUNTED),
             },
-            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "WAVES": WAVES},
+            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "WAVES": WAVES, "LANES": self.lanes},
         )
 
     def push(self, call: CallTensors) -> Launch:
@@ -278,7 +280,7 @@ class RankCall:
                 "launch_words": launch_words(self.rings),
                 "join": int(LaunchCounter.ROUTED),
             },
-            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "RANKS": RANKS, "WAVES": WAVES},
+            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "RANKS": RANKS, "WAVES": WAVES, "LANES": self.lanes},
         )
 
     def plan(self) -> Launch:
@@ -342,6 +344,7 @@ class RankCall:
                 "RANKS": RANKS,
                 "UNITS_PER_TICKET": tile.units_per_ticket,
                 "WAVES": tile.num_warps,
+                "LANES": self.lanes,
                 "WEIGHT_CACHE": tile.weight_cache,
                 "STORE_CACHE": tile.a2_cache,
             },
@@ -389,6 +392,7 @@ class RankCall:
                 "RANKS": RANKS,
                 "UNITS_PER_TICKET": tile.units_per_ticket,
                 "WAVES": tile.num_warps,
+                "LANES": self.lanes,
                 "WEIGHT_CACHE": tile.weight_cache,
             },
         )
@@ -425,6 +429,7 @@ class RankCall:
                 "COLUMNS": COLUMNS,
                 "RANKS": RANKS,
                 "WAVES": WAVES,
+                "LANES": self.lanes,
             },
         )
 

@@ -53,6 +53,7 @@ def count_picks(
     TILE: tl.constexpr,
     EXPERTS: tl.constexpr,
     WAVES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Count `TILE` picks per program; the last program to arrive turns the totals into bases.
 
@@ -80,7 +81,7 @@ def count_picks(
     if num_dropped > 0:
         tl.atomic_add(dropped_ids, num_dropped, sem="relaxed", scope="gpu")
 
-    before = arrive(launch_counters + parity * launch_words + join, 1, WAVES, "gpu")
+    before = arrive(launch_counters + parity * launch_words + join, 1, WAVES, "gpu", LANES)
     if before == WAVES * tl.num_programs(0) - 1:
         for owner in range(ep_size):
             base = 0
@@ -119,6 +120,7 @@ def push_entries(
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
     WAVES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Push `TILE` picks' entries per program; the last one pushes the counts and raises counts_published everywhere.
 
@@ -145,7 +147,7 @@ def push_entries(
     tl.store(address.to(tl.pointer_type(tl.int64)), entry, mask=is_expert, cache_modifier=".wt")
 
     joined = launch_counters + (call & 1) * launch_words + join
-    if arrive(joined, 1, WAVES, "sys") == WAVES * tl.num_programs(0) - 1:
+    if arrive(joined, 1, WAVES, "sys", LANES) == WAVES * tl.num_programs(0) - 1:
         for owner in range(ep_size):
             target = peer_address(peers, owner, counts_offset) + tl.cast(rank, tl.int64) * num_local_experts * 4
             for first in range(0, num_local_experts, EXPERTS):
@@ -153,5 +155,5 @@ def push_entries(
                 inside = local < num_local_experts
                 counts = tl.load(totals + owner * num_local_experts + local, mask=inside, other=0)
                 tl.store(target.to(tl.pointer_type(tl.int32)) + local, counts, mask=inside, cache_modifier=".wt")
-        arrive(joined, 0, WAVES, "sys")
+        arrive(joined, 0, WAVES, "sys", LANES)
         publish(peers, rank, ep_size, published_offset, call, RANKS)
