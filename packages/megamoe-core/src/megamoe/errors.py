@@ -130,13 +130,27 @@ class MegaMoETimeoutError(ProtocolError):
         timeout_s: how long it waited, seconds.
         epoch: the call's epoch.
         index: which flag of the phase: a block, a source rank.
+        observed: the flag's value when the time was out, where it is known.
+        awaited: the value that was waited for.
     """
 
     def __init__(
-        self, *, rank: int, peer: int, phase: str, timeout_s: float, epoch: int, index: int = 0, hint: str | None = None
+        self,
+        *,
+        rank: int,
+        peer: int,
+        phase: str,
+        timeout_s: float,
+        epoch: int,
+        index: int = 0,
+        observed: int | None = None,
+        awaited: int | None = None,
+        hint: str | None = None,
     ) -> None:
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for rank {peer} in phase {phase} (epoch {epoch}, index {index})",
+            got=observed,
+            expected=awaited,
             hint=hint
             or f"look at rank {peer}'s own log; if it is only slow, raise MEGAMOE_TIMEOUT_S; "
             "after a failure every rank calls session.reset() together, or opens a new session",

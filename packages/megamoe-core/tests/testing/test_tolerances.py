@@ -103,6 +103,14 @@ def test_same_bits() -> None:
     assert same_bits(x.repeat(2)[::2], x.repeat(2)[::2].clone())
 
 
+def test_few_rows_have_slack_and_many_have_none() -> None:
+    bounds = STAGED_BOUNDS[QuantMode.A8W8]
+    assert bounds.y_limit(2) > 0.026  # the worst of 4000 right results
+    assert bounds.y_limit(11) < 0.021  # a scale per 64
+    assert bounds.y_limit(1000) < 1.02 * bounds.y_rel_l2
+    assert bounds.y_limit(0) == bounds.y_limit(1)
+
+
 def test_the_bounds_tell_known_faults() -> None:
     """docs/numerics.md: a per-64 scale of A2 is about 0.021 off, a correct a4w4 about 0.226."""
     assert set(ORACLE_GATES) == set(STAGED_BOUNDS) == set(QuantMode)
