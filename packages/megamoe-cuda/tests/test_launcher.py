@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import re
 
 import pytest
 
+from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.problem import MoEProblem
 from megamoe_cuda import launcher
 from megamoe_cuda.aot import builds
-from megamoe_cuda.launcher import PHASES, TIMEOUT_RECORD, RankCall, _ArgumentBlock, read_timeout
+from megamoe_cuda.launcher import FAILURE_RECORD, FAILURES, PHASES, Failure, RankCall, _ArgumentBlock, read_failure
+from megamoe_cuda.session import as_error
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 PROBLEM = MoEProblem(
@@ -36,7 +39,7 @@ class RankArguments(ctypes.Structure):
 class KernelArguments(ctypes.Structure):
     _fields_ = (
         ("workspaces", ctypes.c_uint64 * 2),
-        ("timeout_records", ctypes.c_uint64),
+        ("failure_records", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("first_rank", ctypes.c_uint32),
         ("padding", ctypes.c_char * 28),
@@ -74,7 +77,7 @@ def test_every_field_is_where_the_kernel_reads_it(block: _ArgumentBlock) -> None
     calls = (call(), call(num_tokens=5, topk_ids_are_int64=0))
     got = written(block, *calls)
     assert list(got.workspaces) == [7 << 20, 9 << 20]
-    assert (got.timeout_records, got.timeout_ns, got.first_rank) == (0xABC, 2_500_000_000, 0)
+    assert (got.failure_records, got.timeout_ns, got.first_rank) == (0xABC, 2_500_000_000, 0)
     for rank, expected in zip(got.ranks, calls, strict=True):
         for name in (*POINTERS, "num_tokens", "topk_ids_are_int64"):
             assert getattr(rank, name) == getattr(expected, name), name
@@ -99,8 +102,28 @@ def test_what_changes_is_rewritten(block: _ArgumentBlock) -> None:
     assert f"{(3 << 20) + block._layout.offset('a2_payload')} ".encode() in bytes(moved.ranks[1].maps)
 
 
-def test_a_timeout_record_is_read_back() -> None:
-    assert read_timeout(bytes(TIMEOUT_RECORD.size)) is None
-    timeout = read_timeout(TIMEOUT_RECORD.pack(1, 3, 5, PHASES.index("combine"), 41, 5, 40, 41))
-    assert timeout is not None
-    assert (timeout.rank, timeout.peer, timeout.phase, timeout.epoch, timeout.index) == (3, 5, "combine", 41, 5)
+def record(kind: str) -> Failure:
+    failure = read_failure(FAILURE_RECORD.pack(FAILURES.index(kind), 3, 5, PHASES.index("combine"), 41, 5, 40, 41))
+    assert failure is not None
+    return failure
+
+
+def test_a_failure_record_is_read_back() -> None:
+    assert read_failure(bytes(FAILURE_RECORD.size)) is None
+    failure = record("timeout")
+    assert (failure.rank, failure.peer, failure.phase, failure.epoch, failure.index) == (3, 5, "combine", 41, 5)
+    assert (failure.observed, failure.expected) == (40, 41)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "says"),
+    [
+        ("timeout", MegaMoETimeoutError, r"rank 3 waited 2\.5 s for rank 5 .* got 40; expected 41"),
+        ("peer failed", RankFailedError, "rank 5 gave up a call that rank 3 waited for in phase combine"),
+        ("impossible counts", ProtocolError, "rank 3 was sent impossible row counts by rank 5 .* got 40"),
+    ],
+)
+def test_each_kind_of_failure_has_an_error(kind: str, error: type[ProtocolError], says: str) -> None:
+    raised = as_error(record(kind), 2.5)
+    assert type(raised) is error
+    assert re.search(says, str(raised))

@@ -14,7 +14,7 @@ from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, Transport
 from megamoe.schedule.simulate import Tiling
 from megamoe.schedule.waves import Ring, default_ring
-from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, KernelConfig, TileConfig
+from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, PREFETCHED_K_BLOCKS, KernelConfig, TileConfig
 
 AUTO = "auto"
 
@@ -35,9 +35,6 @@ MAX_LAG_BLOCKS = 12
 MAX_RING_ROWS = 6144
 """Rows of the ring, at most: with A2 38 MiB at the seed's shape, so that it stays in an H200's L2 cache of 50 MiB. At
 8192 tokens, rings of 24 and 32 blocks of 128 rows beat one of 129 by 4 to 10%."""
-
-PREFETCHED_K_BLOCKS = 8
-"""Of a CTA's first tile, as roles/load.cuh fetches them while ranks exchange counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ NUM_MATH_WARPS = 8  # two warpgroups
 NUM_THREADS = THREADS_PER_WARP * (NUM_PRODUCER_WARPS + NUM_MATH_WARPS)
 BLOCK_N = 256  # columns of a tile: 128 finished channels of GEMM1
 BLOCK_K = 128  # K of a stage: one activation scale, one weight scale, one promotion
+PREFETCHED_K_BLOCKS = 8  # of a CTA's first tile, while ranks exchange counts; 32 KiB each, 33 of an H200's 50 MiB of L2
 MAX_K = 64 * BLOCK_K  # a lane holds the weight scales of two K blocks
 MAX_RANKS = 32  # one lane signals one peer
 REGISTERS_AT_ENTRY = 168  # per thread: 65536 / 384, rounded down to a multiple of 8

@@ -22,12 +22,14 @@ from megamoe_cuda.workspace_layout import kernel_workspace
 
 STRUCT_ALIGNMENT = 64  # of a CUtensorMap
 DEFAULT_TIMEOUT_S = 300.0  # kernels that one rank had to compile first are late by minutes
-TIMEOUT_RECORD = struct.Struct("<8I")
+FAILURE_RECORD = struct.Struct("<8I")
 MAPS_BYTES = 4 * TENSOR_MAP_BYTES  # of RankArguments: w13, w2, pool, a2
 POINTERS = struct.Struct("<11Q2I")  # the rest of RankArguments
 RANK_BYTES = round_up(MAPS_BYTES + POINTERS.size, STRUCT_ALIGNMENT)
 PHASES = ("stage", "route", "dispatch", "gemm1", "gemm2", "finish", "combine", "pipeline")
 """Names of megamoe::Phase (symm/watchdog.cuh)."""
+FAILURES = ("none", "timeout", "peer failed", "impossible counts")
+"""Names of megamoe::Failure (symm/watchdog.cuh)."""
 TRACE_POINTS = ("started", "routed", "planned", "pulled", "multiplied", "finished", "combined")
 """Names of megamoe::TracePoint (symm/trace.cuh)."""
 
@@ -47,7 +49,7 @@ class RankCall(NamedTuple):
         w2_scale: `[E_local, H / 128, I / 128]` FP32.
         out: `[T, H]` BF16.
         num_tokens: tokens, at most T; with `device_num_tokens`, the most that it may say.
-        device_num_tokens: uint32 scalar, read by the kernel; rows of `out` past it are not written.
+        device_num_tokens: int32 scalar, read by the kernel, a negative one as 0; rows of `out` past it are not written.
         expert_counts: `[E_local]` uint32, receives the rows per local expert; or 0.
         gemm1_tap: `[rows, 2I]` FP32, receives GEMM1's accumulators, experts in order and no padding between them
             (kernels compiled with `tap_gemm1`); or 0.
@@ -72,9 +74,10 @@ class RankCall(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeout:
-    """What a wait of the kernel waited for when it gave up."""
+class Failure:
+    """What ended a call on a rank: one of FAILURES, and what was waited for or read."""
 
+    kind: str
     rank: int
     peer: int
     phase: str
@@ -84,13 +87,20 @@ class Timeout:
     expected: int
 
 
-def read_timeout(record: bytes) -> Timeout | None:
-    """Decode one record of host-mapped memory (TIMEOUT_RECORD.size bytes per virtual rank); None: nothing happened."""
-    happened, rank, peer, phase, epoch, index, observed, expected = TIMEOUT_RECORD.unpack(record)
-    if not happened:
+def read_failure(record: bytes) -> Failure | None:
+    """Decode one record of host-mapped memory (FAILURE_RECORD.size bytes per virtual rank); None: nothing happened."""
+    kind, rank, peer, phase, epoch, index, observed, expected = FAILURE_RECORD.unpack(record)
+    if not kind:
         return None
-    return Timeout(
-        rank=rank, peer=peer, phase=PHASES[phase], epoch=epoch, index=index, observed=observed, expected=expected
+    return Failure(
+        kind=FAILURES[kind],
+        rank=rank,
+        peer=peer,
+        phase=PHASES[phase],
+        epoch=epoch,
+        index=index,
+        observed=observed,
+        expected=expected,
     )
 
 
@@ -129,7 +139,7 @@ class LoadedKernel:
         workspaces: Sequence[int],
         first_rank: int,
         calls: Sequence[RankCall],
-        timeout_records: int,
+        failure_records: int,
         timeout_s: float,
         stream: int,
     ) -> None:
@@ -139,14 +149,14 @@ class LoadedKernel:
             workspaces: every rank's workspace, as this GPU addresses it.
             first_rank: this process's rank; 0 with virtual ranks.
             calls: one per virtual rank.
-            timeout_records: device address of host-mapped memory, TIMEOUT_RECORD.size bytes per virtual rank.
+            failure_records: device address of host-mapped memory, FAILURE_RECORD.size bytes per virtual rank.
             timeout_s: how long a wait of the kernel lasts before it gives up.
             stream: a CUstream handle.
 
         Raises:
             CudaDriverError: the launch was refused.
         """
-        self._arguments.write(workspaces, first_rank, calls, timeout_records, timeout_s)
+        self._arguments.write(workspaces, first_rank, calls, failure_records, timeout_s)
         if stream != self._stream:
             self._stream, self._launch.hStream = stream, self._as_stream(stream)
         check(self._launch_kernel(self._launch, self._function, self._arguments.parameters, 0))
@@ -173,12 +183,12 @@ class _ArgumentBlock:
         workspaces: Sequence[int],
         first_rank: int,
         calls: Sequence[RankCall],
-        timeout_records: int,
+        failure_records: int,
         timeout_s: float,
     ) -> None:
         assert len(workspaces) == self._config.num_ranks
         assert len(calls) == self._config.num_virtual_ranks
-        header = (*workspaces, timeout_records, int(timeout_s * 1e9), first_rank)
+        header = (*workspaces, failure_records, int(timeout_s * 1e9), first_rank)
         if header != self._last_header:
             self._header.pack_into(self._buffer, 0, *header)
             self._last_header, self._last_weights = header, [None] * len(calls)

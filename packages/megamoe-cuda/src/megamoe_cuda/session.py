@@ -22,7 +22,14 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import HiddenStates, Plan, Session, SessionStats, check_call
-from megamoe.errors import CaptureError, InputError, MegaMoETimeoutError, ProtocolError, SessionError
+from megamoe.errors import (
+    CaptureError,
+    InputError,
+    MegaMoETimeoutError,
+    ProtocolError,
+    RankFailedError,
+    SessionError,
+)
 from megamoe.formats import Quantized
 from megamoe.schedule.workspace import WORD
 from megamoe.symm import Group, PeerMemory
@@ -31,7 +38,7 @@ from megamoe_cuda import weights as kernel_weights
 from megamoe_cuda.heuristics import SessionConfig
 from megamoe_cuda.jit.store import load_or_compile
 from megamoe_cuda.kernel_config import BLOCK_K, KernelConfig, TileConfig
-from megamoe_cuda.launcher import TIMEOUT_RECORD, TRACE_POINTS, LoadedKernel, RankCall, read_timeout
+from megamoe_cuda.launcher import FAILURE_RECORD, TRACE_POINTS, Failure, LoadedKernel, RankCall, read_failure
 from megamoe_cuda.taps import read_taps
 from megamoe_cuda.workspace_layout import initial_words, kernel_workspace
 
@@ -85,10 +92,10 @@ class CudaSession(Session):
         self._checked: set[tuple[object, ...]] = set()  # shapes and dtypes of arguments that were found right
         self._calls = 0
         self._timeouts = 0
-        self._failure: MegaMoETimeoutError | None = None
-        self._records = pinned_words(len(self._driven) * TIMEOUT_RECORD.size // WORD)
+        self._failure: ProtocolError | None = None
+        self._records = pinned_words(len(self._driven) * FAILURE_RECORD.size // WORD)
         self._records_address = self._records.data_ptr()
-        self._happened = (ctypes.c_uint32 * self._records.numel()).from_address(self._records_address)
+        self._record_words = (ctypes.c_uint32 * self._records.numel()).from_address(self._records_address)
         # Rows by driven rank and local expert, of the last call.
         self._received = torch.zeros(
             len(self._driven), plan.problem.num_local_experts, dtype=torch.int32, device=device
@@ -101,7 +108,14 @@ class CudaSession(Session):
         """COLLECTIVE. Allocate the workspaces and make them ready for the first call."""
         self._memory = self._allocate(self._layout.num_bytes)
         self._addresses = [rank.data_ptr() for rank in self._memory.ranks]
+        for rank in self._driven:
+            self._words(rank, "dropped_ids").zero_()
         self.start_epochs(0)
+
+    def _words(self, rank: int, array: str) -> Tensor:
+        """A flag or counter array of a driven rank's workspace, int32."""
+        place = self._layout[array]
+        return self._memory.ranks[rank][place.offset : place.offset + place.num_bytes].view(torch.int32)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -147,7 +161,7 @@ class CudaSession(Session):
                 workspaces=self._addresses,
                 first_rank=self._driven.start,
                 calls=calls,
-                timeout_records=self._records_address,
+                failure_records=self._records_address,
                 timeout_s=self._timeout_s,
                 stream=current_stream(self._device.index),
             )
@@ -288,25 +302,20 @@ class CudaSession(Session):
     def _require_healthy(self) -> None:
         """Raise if the session is closed, or if a call that has ended by now failed. Does not synchronise."""
         self.require_open()
-        if self._failure is None and any(self._happened[:: TIMEOUT_RECORD.size // WORD]):
+        if self._failure is None and any(self._record_words[:: FAILURE_RECORD.size // WORD]):
             self._failure = self._read_failure()
-            self._timeouts += 1
+            self._timeouts += isinstance(self._failure, MegaMoETimeoutError)
         if self._failure is not None:
             raise self._failure
 
-    def _read_failure(self) -> MegaMoETimeoutError:
-        data = bytes(self._happened)
-        records = (read_timeout(data[i : i + TIMEOUT_RECORD.size]) for i in range(0, len(data), TIMEOUT_RECORD.size))
-        first = next(record for record in records if record is not None)
-        logger.error("timed out: %s", first)
-        return MegaMoETimeoutError(
-            rank=first.rank,
-            peer=first.peer,
-            phase=first.phase,
-            timeout_s=self._timeout_s,
-            epoch=first.epoch,
-            index=first.index,
-        )
+    def _read_failure(self) -> ProtocolError:
+        data = bytes(self._record_words)
+        records = (read_failure(data[i : i + FAILURE_RECORD.size]) for i in range(0, len(data), FAILURE_RECORD.size))
+        found = [record for record in records if record is not None]
+        for record in found:
+            logger.error("a call failed: %s", record)
+        # Virtual ranks fail one after the other: the cause before those that heard of it.
+        return as_error(min(found, key=lambda record: record.kind == "peer failed"), self._timeout_s)
 
     def check(self) -> None:
         """Raise what calls up to now left behind. Synchronises the device."""
@@ -326,10 +335,8 @@ class CudaSession(Session):
     def start_epochs(self, epoch: int) -> None:
         """COLLECTIVE. Make `epoch` the number of the last call on every rank, with no flag raised since."""
         for rank in self._driven:
-            words = self._memory.ranks[rank]
             for name, value in initial_words(self._layout, epoch):
-                array = self._layout[name]
-                words[array.offset : array.offset + array.num_bytes].view(torch.int32).fill_(_as_int32(value))
+                self._words(rank, name).fill_(_as_int32(value))
         torch.cuda.synchronize(self._device)
         self._meet("reset: all flags are set")
 
@@ -348,11 +355,10 @@ class CudaSession(Session):
     def stats(self) -> Any:
         """`SessionStats`; synchronises."""
         self.require_open()
-        array = self._layout["dropped_ids"]
         stats = [
             SessionStats(
                 calls=self._calls,
-                dropped_ids=int(self._memory.ranks[rank][array.offset : array.offset + 4].view(torch.int32).item()),
+                dropped_ids=int(self._words(rank, "dropped_ids").item()),
                 timeouts=self._timeouts,
             )
             for rank in self._driven
@@ -454,6 +460,36 @@ class _Call(NamedTuple):
     inputs: tuple[
         Tensor | None, ...
     ]  # what the addresses point to: copies of strided arguments must live to the launch
+
+
+def as_error(failure: Failure, timeout_s: float) -> ProtocolError:
+    """What a session raises for it. `timeout_s` is the session's."""
+    rank, peer = failure.rank, failure.peer
+    where = f"in phase {failure.phase} (epoch {failure.epoch}, index {failure.index})"
+    if failure.kind == "timeout":
+        return MegaMoETimeoutError(
+            rank=rank,
+            peer=peer,
+            phase=failure.phase,
+            timeout_s=timeout_s,
+            epoch=failure.epoch,
+            index=failure.index,
+            observed=failure.observed,
+            awaited=failure.expected,
+        )
+    if failure.kind == "peer failed":
+        return RankFailedError(
+            f"rank {peer} gave up a call that rank {rank} waited for {where}",
+            rank=rank,
+            peer=peer,
+            hint=f"rank {peer}'s own error says why; every rank calls session.reset() together, or opens a new session",
+        )
+    return ProtocolError(
+        f"rank {rank} was sent impossible row counts by rank {peer} {where}",
+        got=failure.observed,
+        expected=f"at most {failure.expected}",
+        hint="something wrote into the symmetric memory of this session; every rank opens a new one",
+    )
 
 
 def _one_each(name: str, value: Any, num_ranks: int) -> Sequence[Any]:

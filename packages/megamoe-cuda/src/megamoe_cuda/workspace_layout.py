@@ -54,8 +54,8 @@ def initial_words(layout: WorkspaceLayout, epoch: int) -> list[tuple[str, int]]:
     """What a session stores before its first call, and in a collective reset: (array, value of each of its words).
 
     `epoch` is the number of the last call, first_epoch - 1. Payload arrays need no initial value. All ranks store, then
-    meet, before any of them launches.
+    meet, before any of them launches. `dropped_ids`, a sum over all calls, is zeroed before the first one only.
     """
     epoch_words = ["counts_published", "rank_finished", "epoch"]
-    zero_words = ["abort", "counters", "route_totals", "dropped_ids"]
+    zero_words = ["abort", "counters", "route_totals", "route_counts"]
     return [(name, epoch % 2**32) for name in epoch_words] + [(name, 0) for name in zero_words]

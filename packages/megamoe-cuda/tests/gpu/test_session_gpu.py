@@ -6,20 +6,24 @@ Run with the matrix: `pytest -p claim packages/megamoe-cuda/tests/gpu` on a mach
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megamoe.backend import VirtualRanks
-from megamoe.errors import MegaMoETimeoutError, WorkspaceError
+from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError, WorkspaceError
 from megamoe.problem import MoEProblem
 from megamoe.reference.oracle import oracle
 from megamoe.reference.staged import staged
 from megamoe.schedule.device_spec import H200
+from megamoe.symm import PeerMemory
 from megamoe.tensors import ExpertWeights
 from megamoe.testing.data import make_weights, shard, with_tensors
 from megamoe.testing.tolerances import rel_l2
@@ -189,19 +193,116 @@ def test_cold_start_is_reported_and_the_cache_helps(tmp_path: Path, monkeypatch:
     assert 0 < seconds[1] < seconds[0] / 2
 
 
+@contextmanager
+def ranks_apart(problem: MoEProblem, *timeouts_s: float) -> Iterator[tuple[CudaSession, list[CudaSession]]]:
+    """A session of virtual ranks, and one per entry of `timeouts_s` that drives that rank alone in the same memory."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    with open_virtual(problem) as whole:
+        assert isinstance(whole, CudaSession)
+        alone = []
+        for rank, timeout_s in enumerate(timeouts_s):
+            group: Any = SimpleNamespace(rank=rank, barrier=lambda **_: None)
+            session = CudaSession(
+                BACKEND.plan(problem),
+                group=group,
+                virtual=False,
+                device=device,
+                timeout_s=timeout_s,
+                allocate=lambda num_bytes: PeerMemory(ranks=whole._memory.ranks, release=lambda: None),
+            )
+            session.start()
+            session.warmup()
+            alone.append(session)
+        yield whole, alone
+
+
+WIDE = replace(PROBLEM, num_max_tokens_per_rank=1024)  # more picks than one CTA routes
+
+
+@pytest.mark.parametrize("num_tokens", [64, 1000])
+def test_launches_behind_a_timed_out_call_leave_all_memory_alone(num_tokens: int) -> None:
+    """Calls and graph replays that were queued before the host could know: they push nothing under the peer, who may
+    only be late and still work on that call. After a reset all is as before."""
+    with ranks_apart(WIDE, 0.5) as (whole, (alone,)):
+        weights = [whole.prepare(share) for share in experts(WIDE)]
+        expected = call_all(whole, WIDE, weights, num_tokens)
+        whole.reset()
+        hidden, ids, router = make_call(WIDE, num_tokens, 0)
+        skewed = ids % (WIDE.num_experts // 2) + WIDE.num_experts // 2  # all picks are the peer's
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = alone.forward(hidden, skewed, router, weights[0])
+        outputs = [alone.forward(hidden, ids, router, weights[0])]
+        memory = [rank.clone() for rank in whole._memory.ranks]  # as the failed call leaves it
+        outputs += [alone.forward(hidden, skewed, router, weights[0]) for _ in range(20)]
+        for _ in range(20):
+            graph.replay()
+        with pytest.raises(MegaMoETimeoutError, match=r"got 0; expected 1"):
+            alone.check()
+        assert all(out.isnan().all() for out in [*outputs, replayed])
+        for rank, (now, then) in enumerate(zip(whole._memory.ranks, memory, strict=True)):
+            assert torch.equal(now, then), f"rank {rank}'s memory changed"
+        alone.reset()
+        whole.reset()
+        assert torch.equal(call_all(whole, WIDE, weights, num_tokens), expected)
+        whole.check()
+        del graph
+
+
+def test_a_rank_that_gave_up_tells_its_peers() -> None:
+    """The late rank does not sit out its own time-out, and says who gave up."""
+    with ranks_apart(PROBLEM, 0.5, 100.0) as (whole, (first, late)):
+        weights = [whole.prepare(share) for share in experts(PROBLEM)]
+        call = make_call(PROBLEM, 64, 0)
+        first.forward(*call, weights[0])
+        with pytest.raises(MegaMoETimeoutError):
+            first.check()
+        started = time.perf_counter()
+        out = late.forward(*call, weights[1])
+        with pytest.raises(RankFailedError) as raised:
+            late.check()
+        assert time.perf_counter() - started < 5
+        assert (raised.value.rank, raised.value.peer) == (1, 0)
+        assert out.isnan().all()
+        assert late.stats().timeouts == 0
+
+
+@pytest.mark.parametrize("count", [WIDE.num_max_tokens_per_rank * WIDE.top_k, 2**31 + 1, 2**32 - 1])
+def test_impossible_counts_are_an_error_and_no_wild_access(count: int) -> None:
+    """A source sends at most capacity * K picks. The first number is one expert's most; two experts have it."""
+    with ranks_apart(WIDE, 2.0) as (whole, (alone,)):
+        weights = [whole.prepare(share) for share in experts(WIDE)]
+        expected = call_all(whole, WIDE, weights, 64)
+        whole.reset()
+        alone._words(0, "counts_published")[1] = 1
+        alone._words(0, "route_counts")[-2:] = count - (1 << 32 if count >= 1 << 31 else 0)
+        out = alone.forward(*make_call(WIDE, 64, 0), weights[0])
+        with pytest.raises(ProtocolError, match="rank 0 was sent impossible row counts by rank 1"):
+            alone.check()
+        assert out.isnan().all()
+        alone.reset()
+        whole.reset()
+        assert torch.equal(call_all(whole, WIDE, weights, 64), expected)
+
+
+def test_a_negative_number_of_tokens_on_the_device_means_none() -> None:
+    with open_virtual(PROBLEM) as session:
+        weights = [session.prepare(share) for share in experts(PROBLEM)]
+        calls = [make_call(PROBLEM, 64, rank) for rank in range(2)]
+        hidden, ids, router = (list(part) for part in zip(*calls, strict=True))
+        counts = [torch.tensor(value, dtype=torch.int32, device="cuda") for value in (-3, 64)]
+        outputs = session.forward(hidden, ids, router, weights, num_tokens=counts)
+        session.check()
+        assert (outputs[0] == 0).all()
+        assert sum(map(int, torch.cat(session.receive_counts()).tolist())) == 64 * PROBLEM.top_k
+
+
 def test_a_peer_that_never_comes_ends_in_a_named_timeout_and_reset_recovers() -> None:
     """EP2 with one of the two ranks launched: the second rank's workspace is there, its kernel is not."""
-    plan = BACKEND.plan(PROBLEM)
-    device = torch.device("cuda", torch.cuda.current_device())
-    with open_virtual(PROBLEM) as whole:
-        assert isinstance(whole, CudaSession)
+    with ranks_apart(PROBLEM, 0.5) as (whole, (lonely,)):
         weights = [whole.prepare(share) for share in experts(PROBLEM)]
         expected = call_all(whole, PROBLEM, weights, 64)
-        # A session that drives rank 0 alone, in the memory of both.
-        lonely = CudaSession(
-            plan, group=None, virtual=False, device=device, timeout_s=0.5, allocate=lambda num_bytes: whole._memory
-        )
-        lonely.start()
+        whole.reset()
         hidden, ids, router = make_call(PROBLEM, 64, 0)
         out = lonely.forward(hidden, ids, router, weights[0])
         with pytest.raises(MegaMoETimeoutError) as raised:

@@ -113,7 +113,7 @@ def _problem(config: KernelConfig) -> MoEProblem:
 def _arguments(config: KernelConfig, call: RankCall) -> tuple[HiddenStates, Tensor, Tensor, Fp8BlockWeights]:
     num_tokens = call.num_tokens
     if call.device_num_tokens:
-        num_tokens = min(num_tokens, int(at(call.device_num_tokens, torch.int32, 1)))
+        num_tokens = min(num_tokens, max(int(at(call.device_num_tokens, torch.int32, 1)), 0))
     experts, hidden, inter = config.num_local_experts, config.hidden_size, config.intermediate_size
     states: HiddenStates = at(call.hidden_states, E4M3 if call.hidden_scales else torch.bfloat16, num_tokens, hidden)
     if call.hidden_scales:

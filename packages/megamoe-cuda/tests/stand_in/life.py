@@ -15,6 +15,7 @@ from megamoe.schedule.device_spec import H200
 from megamoe.symm import PeerMemory
 from megamoe.testing.data import make_weights, shard
 from megamoe_cuda.backend import CudaBackend
+from megamoe_cuda.launcher import FAILURE_RECORD, FAILURES, PHASES
 from megamoe_cuda.trace import trace_of
 
 PROBLEM = MoEProblem(
@@ -65,6 +66,27 @@ def test_memory_with_a_collective_release_is_kept_when_a_rank_is_gone(
     session._memory = PeerMemory(ranks=session._memory.ranks, release=lambda: released.append(True))
     session.close()
     assert released == ([True] if error is None else [])
+
+
+def test_a_failure_is_raised_until_the_session_is_reset() -> None:
+    """Of several virtual ranks' records, the one that tells the cause; dropped ids are summed over a reset."""
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        hidden, ids, router = make_call(0)
+        ids[0][2, 1] = PROBLEM.num_experts
+        expected = torch.cat(session.forward(hidden, ids, router, weights))
+        heard = FAILURE_RECORD.pack(FAILURES.index("peer failed"), 0, 1, PHASES.index("combine"), 1, 1, 0, 1)
+        cause = FAILURE_RECORD.pack(FAILURES.index("timeout"), 1, 0, PHASES.index("dispatch"), 1, 0, 0, 1)
+        session._records.copy_(torch.frombuffer(bytearray(heard + cause), dtype=torch.int32))
+        for call in (session.check, lambda: session.forward(hidden, ids, router, weights)):
+            with pytest.raises(MegaMoETimeoutError, match="rank 1 waited .* for rank 0 in phase dispatch") as raised:
+                call()
+            assert (raised.value.got, raised.value.expected) == (0, 1)
+        session.reset()
+        assert torch.equal(torch.cat(session.forward(hidden, ids, router, weights)), expected)
+        stats = session.stats()
+        assert [rank.dropped_ids for rank in stats] == [2, 0]
+        assert [rank.timeouts for rank in stats] == [1, 1]
 
 
 def test_a_call_in_other_shapes_is_checked_anew() -> None:

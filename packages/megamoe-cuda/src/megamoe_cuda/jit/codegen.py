@@ -11,9 +11,10 @@ from megamoe_cuda.kernel_config import (
     NUM_MATH_WARPS,
     NUM_PRODUCER_WARPS,
     NUM_THREADS,
+    PREFETCHED_K_BLOCKS,
     KernelConfig,
 )
-from megamoe_cuda.smem_budget import STAGING_WARP_BYTES, TILE_BYTES, TILE_SLOT_BYTES, shared_memory
+from megamoe_cuda.smem_budget import FACTS_BYTES, STAGING_WARP_BYTES, TILE_BYTES, TILE_SLOT_BYTES, shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 INCLUDE_DIR = Path(__file__).resolve().parent.parent / "include"
@@ -95,6 +96,7 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         # a2_written and block_retired count column tiles; with split M each warpgroup raises them for its own rows
         "Gemm1Arrivals": config.gemm1_n_tiles * (2 if tile.split_m else 1),
         "Gemm2Arrivals": config.gemm2_n_tiles * (2 if tile.split_m else 1),
+        "PrefetchedKBlocks": PREFETCHED_K_BLOCKS,
         "RingBlocks": config.ring.ring_blocks,
         "LagBlocks": config.ring.lag_blocks,
         "MaxBlocks": config.max_blocks,
@@ -121,6 +123,7 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "SmemResult": memory.result,
         "SmemGaveUp": memory.gave_up,
         "SmemFacts": memory.facts,
+        "FactsBytes": FACTS_BYTES,
         "SmemPull": memory.pull,
         "SmemPullBarriers": memory.pull_barriers,
         "SmemPoolPlan": memory.pool_plan,

@@ -25,19 +25,17 @@ __device__ __forceinline__ void exchange_routes(const Cta& cta, uint8_t* shared)
     publish_counts(cta);
 }
 
-__device__ __forceinline__ void plan_pool(const Cta& cta, PoolPlan& plan) {
-    if (await_counts(cta)) {
-        load_counts(cta, plan);
-    } else {
-        for (uint32_t i = threadIdx.x; i < cfg::kNumRanks * cfg::kNumLocalExperts; i += blockDim.x) {
-            (&plan.counts[0][0])[i] = 0;
-        }
-    }
-    __syncthreads();
-    build_pool_plan(plan);
+// The plan of the counts that the sources sent, if all did and they are possible; an aborted call plans zero rows.
+__device__ __forceinline__ void plan_pool(const Cta& cta, PoolPlan& plan, bool takes_part) {
+    bool counted = takes_part && await_counts(cta) && load_counts(cta, plan);
+    counted = __syncthreads_and(counted);
+    counted = counted && build_pool_plan(cta, plan);
     // The loaders' bulk copies overwrite what routing left in shared memory.
     ptx::fence_proxy_async_shared();
-    __syncthreads();
+    if (!__syncthreads_and(counted)) {
+        plan_nothing(plan);
+        __syncthreads();
+    }
     if (cta.own().expert_counts == nullptr || cta.index != 0) return;
     for (uint32_t expert = threadIdx.x; expert < cfg::kNumLocalExperts; expert += blockDim.x) {
         cta.own().expert_counts[expert] = plan.expert_rows(expert);
@@ -73,9 +71,10 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     __syncthreads();
     const Cta cta = recall_cta(arguments, ring.facts());
     trace(cta, TracePoint::kStarted, threadIdx.x == 0);
-    exchange_routes(cta, shared);
+    const bool takes_part = megamoe::takes_part(ring.facts());
+    if (takes_part) exchange_routes(cta, shared);
     if (threadIdx.x == kWarpSize) prefetch_first_weights(cta);
-    plan_pool(cta, plan);
+    plan_pool(cta, plan, takes_part);
     trace(cta, TracePoint::kPlanned, threadIdx.x == 0);
 
     const uint32_t warp = warp_id();

@@ -132,8 +132,11 @@ struct CombineItem {
     }
 };
 
-// The call was aborted: the output says so in every element.
-__device__ __forceinline__ void fill_with_nan(const Cta& cta, uint32_t math_thread) {
+// The call was aborted: the output says so in every element, and the peers are told.
+__device__ __forceinline__ void leave(const Cta& cta, uint32_t math_thread) {
+    if (math_thread < cfg::kNumRanks && math_thread != cta.rank) {
+        ptx::st_release_sys(cta.peer(math_thread).abort_flag(cta.rank), 1);
+    }
     constexpr uint32_t kWordsPerToken = cfg::kHiddenSize / 8;
     const uint64_t words = static_cast<uint64_t>(cta.num_tokens) * kWordsPerToken;
     for (uint64_t i = cta.index * kMathThreads + math_thread; i < words; i += cfg::kCtasPerRank * kMathThreads) {

@@ -17,6 +17,7 @@
 namespace megamoe {
 
 constexpr uint32_t kScaleRowBytes = cfg::kInputScaleStride * 4;
+constexpr uint64_t kLongestCopyNs = 10'000'000;  // of a row over NVLink, which takes microseconds
 
 struct PoolRow {
     uint32_t block;
@@ -74,6 +75,7 @@ struct Puller {
         return buffers + turn % cfg::kPullSlots * cfg::kPullSlotBytes;
     }
     __device__ __forceinline__ uint32_t barrier(uint32_t turn) const { return barriers + turn % cfg::kPullSlots * 8; }
+    __device__ __forceinline__ static uint32_t parity(uint32_t turn) { return turn / cfg::kPullSlots % 2; }
 
     __device__ __forceinline__ void fetch(const PoolRow& row, uint32_t turn) const {
         if (lane_id() != 0) return;
@@ -86,7 +88,7 @@ struct Puller {
 
     // Waits for the row and sends it on; false when the wait was aborted.
     __device__ __forceinline__ bool store(const PoolRow& row, uint32_t turn) const {
-        if (!wait_mbarrier(cta.watchdog(), barrier(turn), turn / cfg::kPullSlots % 2)) return false;
+        if (!wait_mbarrier(cta.watchdog(), Phase::kDispatch, row.src_rank, barrier(turn), parity(turn))) return false;
         if (lane_id() == 0) {
             ptx::bulk_store(cta.workspace.pool_payload(row.ring_row()), buffer(turn), cfg::kHiddenSize);
             ptx::bulk_commit_group();
@@ -109,6 +111,18 @@ struct Puller {
         if (lane_id() != 0) return;
         ptx::bulk_wait_group<kLater>();
         ptx::red_add_release_gpu(cta.workspace.rows_arrived(cta.epoch) + row.block, 1);
+    }
+
+    // After an abort: waits until no copy reads or writes the buffers any more, for the CTA's shared memory is the next
+    // kernel's when it ends. Rows of turns [begin, end) are fetched and not stored. Bounded, since a peer may be gone.
+    __device__ __forceinline__ void outlast_copies(uint32_t begin, uint32_t end) const {
+        const uint64_t start = Watchdog::now_ns();
+#pragma unroll 1
+        for (uint32_t turn = begin; turn < end; ++turn) {
+            while (!ptx::mbarrier_try_wait(barrier(turn), parity(turn)) && Watchdog::now_ns() - start < kLongestCopyNs) {
+            }
+        }
+        if (lane_id() == 0) ptx::bulk_wait_group<0>();
     }
 };
 
@@ -147,7 +161,10 @@ __device__ __forceinline__ bool pull_rows(const Puller& puller, const PoolRow& o
             }
         }
         if (stored < fetched) {
-            if (!__all_sync(kFullMask, puller.store(broadcast(own, stored), turn + stored))) return false;
+            if (!__all_sync(kFullMask, puller.store(broadcast(own, stored), turn + stored))) {
+                puller.outlast_copies(turn + stored, turn + fetched);
+                return false;
+            }
             ++stored;
             if (published + 1 < stored) puller.publish<1>(broadcast(own, published++));
         } else {

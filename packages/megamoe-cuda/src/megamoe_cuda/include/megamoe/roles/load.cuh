@@ -16,7 +16,10 @@ __device__ __forceinline__ bool fill_stages(const Cta& cta, const Ring& ring, Ri
                                             Load load) {
 #pragma unroll 1
     for (uint32_t k = 0; k < k_blocks; ++k) {
-        if (!wait_mbarrier(cta.watchdog(), ring.empty(position.stage), position.phase ^ 1)) return false;
+        if (!wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, ring.empty(position.stage),
+                           position.phase ^ 1)) {
+            return false;
+        }
         if (ring.gave_up()) return false;  // the math warps released the stage without waiting for it
         load(position.stage, ring.full(position.stage), k);
         position.advance();
@@ -34,13 +37,12 @@ __device__ __forceinline__ void outlast_copies_in_flight() {
 // first tile of this CTA is known by guess: its first weights move to the L2 cache. A wrong guess costs nothing else.
 // Not earlier: routing would queue for memory behind these copies (2 us, and all ranks wait for the routes).
 __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
-    constexpr uint32_t kPrefetchedKBlocks = 8;  // 32 KiB each; of 132 CTAs 33 MiB, two thirds of an H200's L2
     const uint32_t expert = cta.index / cfg::kGemm1NTiles;
     const bool one_block_each = cta.num_tokens * cfg::kTopK * 2 <= cfg::kNumLocalExperts * cfg::kBlockM;
     if (!one_block_each || expert >= min(cfg::kNumLocalExperts, cfg::kLagBlocks)) return;
     const uint32_t row =
         expert * 2 * cfg::kIntermediateSize + cta.index % cfg::kGemm1NTiles * cfg::kBlockN;
-    for (uint32_t k = 0; k < min(kPrefetchedKBlocks, cfg::kGemm1KBlocks); ++k) {
+    for (uint32_t k = 0; k < min(cfg::kPrefetchedKBlocks, cfg::kGemm1KBlocks); ++k) {
         ptx::tma_prefetch_2d(cta.own().w13, k * 128, row);
     }
 }

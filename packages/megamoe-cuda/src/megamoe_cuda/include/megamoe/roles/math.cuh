@@ -1,6 +1,6 @@
 // The math warpgroups: this CTA's tiles in order, then finish and combine.
 //
-// A math thread holds up to 128 sums and a temporary of 64 in its 240 registers. So little else may live while it
+// A math thread holds up to 128 sums and a temporary of 64 in its 224 registers. So little else may live while it
 // multiplies: who the CTA and the thread are is recalled for each epilogue.
 #pragma once
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ void end_call(const KernelArguments& arguments, const
     const bool finished = finish(cta, warp, ring.base + cfg::kSmemResult);
     trace(cta, TracePoint::kFinished, is_speaker);
     if (finished && alive) combine_role(cta, warp);
-    else fill_with_nan(cta, warp * kWarpSize + thread.lane);
+    else leave(cta, warp * kWarpSize + thread.lane);
     trace(cta, TracePoint::kCombined, is_speaker);
 }
 
@@ -89,6 +89,7 @@ __device__ __forceinline__ void math_role(const KernelArguments& arguments, cons
         }
         const Tile tile = queue.read(turn);
         if (has_only_padding(tile)) {
+            weight_scales.await();  // not used, but the next tile's go to the same words
             skip_tile(arguments, ring, tile, loop);
             queue.release(turn);
             more = prepare_tile(arguments, ring, queue, turn + 1);

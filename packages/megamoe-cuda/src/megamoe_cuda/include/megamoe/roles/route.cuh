@@ -123,11 +123,11 @@ __device__ __forceinline__ void route_picks(const Cta& cta, RouteScratch& scratc
 
 // Tells every owner that this rank's entries, counts and input rows are stored, once all its CTAs are done.
 //
-//   Arrives   all CTAs at Join::kRouted; CTA 0 waits and signals, one lane per owner.
+//   Arrives   all CTAs at Join::kRouted, unless the call was aborted; CTA 0 waits and signals, one lane per owner.
 //   Signal    counts_published[this rank] at the owner := epoch, st.release.sys. One writer per word.
 __device__ __forceinline__ void publish_counts(const Cta& cta) {
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && !cta.watchdog().aborted()) {  // a CTA that gave up in claim_ranges pushed nothing
         ptx::fence_acq_rel_sys();  // the pushes of this CTA went to peers
         arrive(cta, Join::kRouted);
     }

@@ -31,17 +31,32 @@ struct PoolPlan {
 };
 static_assert(sizeof(PoolPlan) == cfg::kPoolPlanBytes, "smem_budget.py counts the plan differently");
 
-// All threads of the CTA, between two __syncthreads().
-__device__ __forceinline__ void load_counts(const Cta& cta, PoolPlan& plan) {
-    const uint32_t* counts = cta.workspace.route_counts(0);
-    for (uint32_t i = threadIdx.x; i < cfg::kNumRanks * cfg::kNumLocalExperts; i += blockDim.x) {
-        (&plan.counts[0][0])[i] = ptx::ld_l2(counts + i);
-    }
+// A source sends no more, so no more entries lie in its array, and no plan has more than kMaxBlocks blocks.
+constexpr uint32_t kMaxPicks = cfg::kMaxTokens * cfg::kTopK;
+
+// Whether a source can send so many rows. Counts come from peers: what they say must not lead out of an array.
+__device__ __forceinline__ bool require_possible(const Cta& cta, uint32_t src, uint32_t expert, uint32_t rows) {
+    if (rows <= kMaxPicks) return true;
+    cta.watchdog().report(Failure::kImpossibleCounts, Phase::kDispatch, src, expert, rows, kMaxPicks);
+    return false;
 }
 
-// All threads, after load_counts() and a barrier; a barrier follows. An aborted call plans zero rows.
-__device__ __forceinline__ void build_pool_plan(PoolPlan& plan) {
+// All threads of the CTA; a __syncthreads() follows. False in a thread that found an impossible count.
+__device__ __forceinline__ bool load_counts(const Cta& cta, PoolPlan& plan) {
+    const uint32_t* counts = cta.workspace.route_counts(0);
+    bool possible = true;
+    for (uint32_t i = threadIdx.x; i < cfg::kNumRanks * cfg::kNumLocalExperts; i += blockDim.x) {
+        const uint32_t rows = ptx::ld_l2(counts + i);
+        (&plan.counts[0][0])[i] = rows;
+        possible &= require_possible(cta, i / cfg::kNumLocalExperts, i % cfg::kNumLocalExperts, rows);
+    }
+    return possible;
+}
+
+// All threads, after load_counts() and a barrier; a barrier follows. False in threads that found an impossible sum.
+__device__ __forceinline__ bool build_pool_plan(const Cta& cta, PoolPlan& plan) {
     constexpr uint32_t kExperts = cfg::kNumLocalExperts;
+    bool possible = true;
     const auto expert_rows = [&](uint32_t expert) {
         uint32_t rows = 0;
 #pragma unroll 1
@@ -56,9 +71,18 @@ __device__ __forceinline__ void build_pool_plan(PoolPlan& plan) {
                              [&](uint32_t expert) { return ceil_div(expert_rows(expert), cfg::kBlockM); });
         } else {
             const uint32_t src = task - 2;
-            warp_prefix_sums(kExperts, plan.entries_begin[src],
-                             [&](uint32_t expert) { return plan.counts[src][expert]; });
+            const uint32_t rows = warp_prefix_sums(kExperts, plan.entries_begin[src],
+                                                   [&](uint32_t expert) { return plan.counts[src][expert]; });
+            possible &= require_possible(cta, src, kExperts, rows);
         }
+    }
+    return possible;
+}
+
+// All threads; a barrier follows. The plan of a call that is not to be: no rows.
+__device__ __forceinline__ void plan_nothing(PoolPlan& plan) {
+    for (uint32_t expert = threadIdx.x; expert <= cfg::kNumLocalExperts; expert += blockDim.x) {
+        plan.rows_begin[expert] = plan.blocks_begin[expert] = 0;
     }
 }
 

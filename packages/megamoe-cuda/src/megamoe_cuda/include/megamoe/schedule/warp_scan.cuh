@@ -14,9 +14,9 @@ __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value) {
     return value;
 }
 
-// out[i] = sum of load(j) for j < i, for i in [0, n]; one warp.
+// out[i] = sum of load(j) for j < i, for i in [0, n]; one warp. Returns out[n] in all lanes.
 template <typename Load>
-__device__ __forceinline__ void warp_prefix_sums(uint32_t n, uint32_t* out, Load load) {
+__device__ __forceinline__ uint32_t warp_prefix_sums(uint32_t n, uint32_t* out, Load load) {
     uint32_t carry = 0;
     for (uint32_t first = 0; first < n; first += kWarpSize) {
         const uint32_t i = first + lane_id();
@@ -26,6 +26,7 @@ __device__ __forceinline__ void warp_prefix_sums(uint32_t n, uint32_t* out, Load
         carry = __shfl_sync(kFullMask, inclusive, kWarpSize - 1);
     }
     if (lane_id() == 0) out[n] = carry;
+    return carry;
 }
 
 // The last i in [0, n) with begin[i] <= value, for ascending begin and begin[0] = 0: where `value` falls.

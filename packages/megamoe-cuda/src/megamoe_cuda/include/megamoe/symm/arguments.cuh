@@ -19,7 +19,7 @@ struct RankArguments {
     const float* w13_scale;        // [E_local, 2I / 128, H / 128], packed order
     const float* w2_scale;         // [E_local, H / 128, I / 128]
     void* out;                     // [T, H] BF16
-    const uint32_t* device_num_tokens;  // null: num_tokens counts
+    const int32_t* device_num_tokens;  // null: num_tokens counts; a negative number means none
     uint32_t* expert_counts;       // [E_local] rows received, or null
     float* gemm1_tap;              // [pool rows, 2I] accumulators, interleaved columns; only where cfg::kTapGemm1
     uint64_t* trace;               // [kCtasPerRank, kTracePoints] ns; only where cfg::kTrace
@@ -27,9 +27,9 @@ struct RankArguments {
     uint32_t topk_ids_are_int64;
 };
 
-// What a wait that timed out leaves for the host, in host-mapped memory.
-struct TimeoutRecord {
-    uint32_t happened;
+// What ended a call, for the host, in host-mapped memory.
+struct FailureRecord {
+    uint32_t failure;  // Failure of symm/watchdog.cuh
     uint32_t rank;
     uint32_t peer;
     uint32_t phase;
@@ -41,7 +41,7 @@ struct TimeoutRecord {
 
 struct alignas(64) KernelArguments {
     uint8_t* workspaces[cfg::kNumRanks];  // every rank's workspace, as this GPU addresses it
-    TimeoutRecord* timeout_records;       // [kNumVirtualRanks]
+    FailureRecord* failure_records;       // [kNumVirtualRanks]
     uint64_t timeout_ns;
     uint32_t first_rank;                  // rank of virtual rank 0
     RankArguments ranks[cfg::kNumVirtualRanks];

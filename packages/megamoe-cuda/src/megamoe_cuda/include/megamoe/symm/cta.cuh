@@ -28,7 +28,7 @@ struct Cta {
     __device__ __forceinline__ const RankArguments& own() const { return arguments.ranks[virtual_rank]; }
     __device__ __forceinline__ Workspace peer(uint32_t rank_) const { return Workspace{arguments.workspaces[rank_]}; }
     __device__ __forceinline__ Watchdog watchdog() const {
-        return {workspace.abort_flag(rank), arguments.timeout_records + virtual_rank, arguments.timeout_ns, rank, epoch};
+        return {arguments, virtual_rank, rank, epoch, arguments.timeout_ns};
     }
 };
 
@@ -37,7 +37,9 @@ struct Cta {
 struct CtaFacts {
     uint32_t epoch;
     uint32_t num_tokens;
+    uint32_t takes_part;
 };
+static_assert(sizeof(CtaFacts) == cfg::kFactsBytes, "smem_budget.py counts the facts differently");
 
 // One thread; a barrier follows.
 __device__ __forceinline__ void identify_cta(const KernelArguments& arguments, uint32_t facts_address) {
@@ -45,19 +47,30 @@ __device__ __forceinline__ void identify_cta(const KernelArguments& arguments, u
     const RankArguments& own = cta.own();
     // Read by all CTAs before the rank's last grid join, raised by one after it.
     const uint32_t epoch = ptx::ld_relaxed_gpu(cta.workspace.epoch()) + 1;
-    const uint32_t tokens = own.device_num_tokens != nullptr ? *own.device_num_tokens : own.num_tokens;
-    asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(facts_address), "r"(epoch),
-                 "r"(min(tokens, min(own.num_tokens, cfg::kMaxTokens)))  // never past the caller's tensors
-                 : "memory");
+    uint32_t tokens = min(own.num_tokens, cfg::kMaxTokens);
+    if (own.device_num_tokens != nullptr) {  // never past the caller's tensors
+        tokens = min(static_cast<uint32_t>(max(*own.device_num_tokens, 0)), tokens);
+    }
+    asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(facts_address), "r"(epoch), "r"(tokens) : "memory");
+    // Once per launch: what a CTA does from here on must be the same in all its threads.
+    const uint32_t takes_part = cta.watchdog().aborted() ? 0 : 1;
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(facts_address + 8), "r"(takes_part) : "memory");
+}
+
+// Whether this launch takes part in the protocol: not after a call that failed, until the session is reset.
+__device__ __forceinline__ bool takes_part(uint32_t facts_address) {
+    uint32_t result;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(result) : "r"(facts_address + 8) : "memory");
+    return result != 0;
 }
 
 __device__ __forceinline__ Cta recall_cta(const KernelArguments& arguments, uint32_t facts_address) {
-    CtaFacts facts;
+    uint32_t epoch, num_tokens;
     asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"  // volatile: not kept from an earlier recall
-                 : "=r"(facts.epoch), "=r"(facts.num_tokens)
+                 : "=r"(epoch), "=r"(num_tokens)
                  : "r"(facts_address)
                  : "memory");
-    return Cta(arguments, facts.epoch, facts.num_tokens);
+    return Cta(arguments, epoch, num_tokens);
 }
 
 }  // namespace megamoe
