@@ -16,9 +16,9 @@ from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
 from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import H200, DeviceSpec
 from megamoe.symm import Group, PeerMemory
+from megamoe.symm.agreement import ProcessGroupRanks, Ranks, agree, check_seats, exchange_seats, take_seat
 from megamoe.symm.torch_symm import TorchSymmGroup
 from megamoe_cuda import __version__, symm_nvshmem
-from megamoe_cuda.agreement import ProcessGroupRanks, Ranks, agree, check_seats, exchange_seats, take_seat
 from megamoe_cuda.heuristics import SessionConfig, config_names, session_config
 from megamoe_cuda.jit.compiler import ARCH
 from megamoe_cuda.kernel_config import BLOCK_K, MAX_K, MAX_RANKS

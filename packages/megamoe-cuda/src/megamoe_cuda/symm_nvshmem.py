@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
 from megamoe.symm import Group, SymmetricBuffer
-from megamoe_cuda.agreement import ProcessGroupRanks, agree
+from megamoe.symm.agreement import ProcessGroupRanks, agree
 
 ALIGNMENT = 1024  # bytes; arrays of a workspace start at multiples of it
 

@@ -3,6 +3,7 @@
 inproc      ranks are threads of one process
 shm         ranks are processes of one machine, on CPU
 torch_symm  ranks are GPUs, through torch.distributed._symmetric_memory (imported only when it is used)
+agreement   how ranks find out together that one of them can't go on
 """
 
 from megamoe.symm.base import Group, PeerMemory, SymmetricBuffer

@@ -18,7 +18,7 @@ from megamoe.errors import (
     WorkspaceError,
 )
 from megamoe.symm import Group, InprocGroup
-from megamoe_cuda.agreement import Seat, agree, check_seats, exchange_seats, take_seat
+from megamoe.symm.agreement import Seat, agree, check_seats, exchange_seats, take_seat
 
 SEATS = [Seat(boot="b", host="h", gpu=f"gpu-{rank}", plan="p") for rank in range(3)]
 

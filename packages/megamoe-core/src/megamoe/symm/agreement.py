@@ -146,7 +146,7 @@ def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool |
         if seat.plan != own.plan:
             raise ConfigError(
                 f"ranks {rank} and {peer} open different plans",
-                hint="every rank plans the same problem for the same device, with the same version of megamoe-cuda",
+                hint="every rank plans the same problem for the same device, with the same version of its package",
             )
         if seat.boot != own.boot:
             raise BackendUnavailableError(
@@ -163,5 +163,6 @@ def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool |
         if can_access(seat.gpu) is False:
             raise BackendUnavailableError(
                 f"no peer-to-peer path from rank {rank} ({own.gpu}) to rank {peer} ({seat.gpu})",
-                hint="look at `nvidia-smi topo -p2p r`; in a virtual machine, pass the GPUs through with peer access",
+                hint="`nvidia-smi topo -p2p r` or `rocm-smi --showtopoaccess` shows paths; in a virtual machine, pass "
+                "the GPUs through with peer access",
             )
