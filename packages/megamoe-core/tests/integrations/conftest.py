@@ -1,4 +1,4 @@
-"""Shared by the tests of this folder: `tiny_models` and `ep_workers` can be imported, here and by spawned ranks."""
+"""Shared by the tests of this folder: `ep_workers` can be imported, here and by spawned ranks."""
 
 from __future__ import annotations
 

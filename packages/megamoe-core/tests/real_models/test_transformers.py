@@ -22,52 +22,15 @@ from megamoe.formats import FP8_128X128, MXFP4
 from megamoe.problem import QuantMode
 from megamoe.testing.tolerances import ORACLE_GATES
 
-transformers = pytest.importorskip("transformers", reason="the transformers extra is not installed")
+pytest.importorskip("transformers", reason="the transformers extra is not installed")
+
+import tiny_models
+import transformers
+from tiny_models import EXPERTS, HIDDEN
 
 pytestmark = pytest.mark.transformers
 
-LAYER, NUM_TOKENS, HIDDEN, INTER, EXPERTS = 1, 41, 256, 128, 8
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 3,
-}
-
-
-def _deepseek_v3() -> Any:
-    return transformers.DeepseekV3Config(
-        **COMMON,
-        intermediate_size=INTER,
-        moe_intermediate_size=INTER,
-        n_routed_experts=EXPERTS,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        qk_nope_head_dim=16,
-    )
-
-
-def _qwen3_moe() -> Any:
-    return transformers.Qwen3MoeConfig(
-        **COMMON, intermediate_size=INTER, moe_intermediate_size=INTER, num_experts=EXPERTS, head_dim=32
-    )
-
-
-def _mixtral() -> Any:
-    return transformers.MixtralConfig(**COMMON, intermediate_size=INTER, num_local_experts=EXPERTS)
-
-
-def _gpt_oss() -> Any:
-    return transformers.GptOssConfig(**COMMON, intermediate_size=INTER, num_local_experts=EXPERTS, head_dim=32)
+LAYER, NUM_TOKENS = 1, 41
 
 
 def _save(config: Any, directory: Path) -> None:
@@ -144,20 +107,20 @@ def _run(directory: Path, tmp_path: Path, hidden_states: Tensor, *args: str) -> 
 
 
 CASES = {
-    "deepseek-v3 bf16": (_deepseek_v3, None, None, QuantMode.BF16),
-    "deepseek-v3 fp8": (_deepseek_v3, _to_fp8, "fp8", QuantMode.A8W8),
-    "qwen3-moe": (_qwen3_moe, None, None, QuantMode.BF16),
-    "mixtral": (_mixtral, None, None, QuantMode.BF16),
-    "gpt-oss bf16": (_gpt_oss, None, None, QuantMode.BF16),
-    "gpt-oss mxfp4": (_gpt_oss, _to_mxfp4, "mxfp4", QuantMode.A8W4),
+    "deepseek-v3 bf16": ("deepseek_v3", None, None, QuantMode.BF16),
+    "deepseek-v3 fp8": ("deepseek_v3", _to_fp8, "fp8", QuantMode.A8W8),
+    "qwen3-moe": ("qwen3_moe", None, None, QuantMode.BF16),
+    "mixtral": ("mixtral", None, None, QuantMode.BF16),
+    "gpt-oss bf16": ("gpt_oss", None, None, QuantMode.BF16),
+    "gpt-oss mxfp4": ("gpt_oss", _to_mxfp4, "mxfp4", QuantMode.A8W4),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_layer_equals_the_models_own_block(case: str, tmp_path: Path) -> None:
-    make_config, change, method, mode = CASES[case]
+    family, change, method, mode = CASES[case]
     directory = tmp_path / "model"
-    _save(make_config(), directory)
+    _save(tiny_models.config(family), directory)
     options: dict[str, Any] = {}
     if method == "fp8":
         _quantize(directory, change, {"quant_method": "fp8", "weight_block_size": [128, 128]})

@@ -1,4 +1,4 @@
-"""Models of transformers' own classes, small and random."""
+"""Models of transformers' own classes, small and random. On the path of core tests and of processes they spawn."""
 
 from __future__ import annotations
 
