@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megamoe.backend import VirtualRanks
@@ -42,6 +43,7 @@ class Mutation:
     """One fault: `old` becomes `new` in the header `file`, at its only place.
 
     `may_be_harmless`: an ordering that this machine may keep without the instruction; reported, not required.
+    `after_a_failure`: shows only in calls behind one that failed.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Mutation:
     old: str
     new: str
     may_be_harmless: bool = False
+    after_a_failure: bool = False
 
 
 MUTATIONS = (
@@ -143,6 +146,27 @@ MUTATIONS = (
         new="",
         may_be_harmless=True,
     ),
+    Mutation(
+        name="a launch behind a failed call takes part",
+        file="symm/cta.cuh",
+        old="cta.watchdog().aborted() ? 0 : 1",
+        new="1",
+        after_a_failure=True,
+    ),
+    Mutation(
+        name="a rank that gives up tells nobody",
+        file="roles/combine.cuh",
+        old="if (math_thread < cfg::kNumRanks && math_thread != cta.rank) {",
+        new="if (false) {",
+        after_a_failure=True,
+    ),
+    Mutation(
+        name="counts of peers not checked",
+        file="schedule/pool_plan.cuh",
+        old="if (rows <= kMaxPicks) return true;",
+        new="return true;",
+        after_a_failure=True,
+    ),
 )
 
 
@@ -230,13 +254,24 @@ def mutate(mutation: Mutation, directory: Path) -> Path:
     return headers
 
 
-def outcome(headers: Path) -> str | None:
+def failure_tests(headers: Path) -> None:
+    """Body of a mutant's process: the tests of what follows a failure."""
+    use_headers(headers)
+    names = "behind_a_timed_out_call or tells_its_peers or impossible_counts"
+    tests = Path(__file__).with_name("test_session_gpu.py")
+    sys.exit(pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "--timeout=30", "-k", names, str(tests)]))
+
+
+def outcome(headers: Path, after_a_failure: bool = False) -> str | None:
     """How the mutant was caught, or None."""
-    command = [sys.executable, __file__, "--mutant", str(headers)]
+    command = [sys.executable, __file__, "--failures" if after_a_failure else "--mutant", str(headers)]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
     except subprocess.TimeoutExpired:
         return f"hung for {PROCESS_LIMIT_S:g} s"
+    if after_a_failure:
+        failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
+        return failed[0] if failed else f"tests ended with {run.returncode}" if run.returncode else None
     faults = [json.loads(line)["fault"] for line in run.stdout.splitlines() if line.startswith('{"fault"')]
     if run.returncode != 0:
         return f"crashed: {run.stderr.strip().splitlines()[-1] if run.stderr.strip() else run.returncode}"
@@ -263,6 +298,8 @@ def compile_all(headers: Path) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--mutant"]:
         return run_mutant(Path(sys.argv[2]))
+    if sys.argv[1:2] == ["--failures"]:
+        return failure_tests(Path(sys.argv[2]))
     if sys.argv[1:2] == ["--compile"]:
         return compile_all(Path(sys.argv[2]))
     chosen = [mutation for mutation in MUTATIONS if not sys.argv[1:] or mutation.name in sys.argv[1:]]
@@ -270,10 +307,10 @@ def main() -> None:
         headers = [mutate(each, Path(directory) / str(index)) for index, each in enumerate(chosen)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_mutant, headers))
-        untouched = outcome(codegen.INCLUDE_DIR)
+        untouched = outcome(codegen.INCLUDE_DIR) or outcome(codegen.INCLUDE_DIR, after_a_failure=True)
         print(f"none: {untouched or 'passes'}", flush=True)
         with ThreadPoolExecutor(MUTANTS_AT_ONCE) as pool:
-            outcomes = list(pool.map(outcome, headers))
+            outcomes = list(pool.map(outcome, headers, [each.after_a_failure for each in chosen]))
         missed = []
         for mutation, caught in zip(chosen, outcomes):
             print(f"{mutation.name}: {caught or 'NOT CAUGHT'}", flush=True)

@@ -1,0 +1,86 @@
+"""A few small calls for compute-sanitizer, which makes a kernel hundreds of times slower.
+
+    python sanitize.py compile                                                            # first: not under the tool
+    compute-sanitizer --tool memcheck --kernel-name kns=sm90_mega_moe python sanitize.py
+
+Two virtual ranks, both tiles, both transports, a ring that wraps, several routers; results are held to the staged
+reference. Exit 1 where a call fails or is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from megamoe.backend import VirtualRanks
+from megamoe.problem import MoEProblem, Transport
+from megamoe.reference.staged import staged
+from megamoe.testing.data import make_weights, shard
+from megamoe.testing.tolerances import rel_l2, staged_bounds
+from megamoe_cuda import backend
+from megamoe_cuda.heuristics import TILES, session_config
+from megamoe_cuda.jit.store import load_or_compile
+
+TIMEOUT_S = 100.0
+TOKENS = (7, 600)
+
+
+def problems() -> Iterator[MoEProblem]:
+    for transport in Transport:
+        yield MoEProblem(
+            hidden_size=256,
+            intermediate_size=256,
+            num_experts=4,
+            top_k=2,
+            num_max_tokens_per_rank=TOKENS[-1],
+            ep_size=2,
+            transport=transport,
+        )
+
+
+def inputs(problem: MoEProblem, num_tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(num_tokens, problem.hidden_size, generator=rng)
+    ids = torch.randint(-1, problem.num_experts, (num_tokens, problem.top_k), generator=rng)
+    if num_tokens == TOKENS[-1]:  # all on the last rank, whose ring wraps
+        ids[ids >= 0] = problem.num_experts - 1 - ids[ids >= 0] % problem.num_local_experts
+    return hidden.bfloat16().cuda(), ids.cuda(), torch.rand(ids.shape, generator=rng).cuda()
+
+
+def compile_all() -> None:
+    for problem in problems():
+        for name in TILES:
+            config = session_config(problem, name)
+            for tile in config.tiles:
+                load_or_compile(config.kernel(problem, tile, num_virtual_ranks=2, ctas_per_rank=66))
+
+
+def run() -> bool:
+    """Whether every call was right."""
+    cuda, right = backend.CudaBackend(), True
+    for problem in problems():
+        shares = shard(make_weights(problem, torch.device("cuda")), problem.ep_size)
+        for name in TILES:
+            with cuda.open(cuda.plan(problem, config=name), VirtualRanks(), timeout_s=TIMEOUT_S) as session:
+                weights = [session.prepare(share) for share in shares]
+                for num_tokens in TOKENS:
+                    arguments = [inputs(problem, num_tokens, rank) for rank in range(2)]
+                    hidden, ids, router = (list(part) for part in zip(*arguments, strict=True))
+                    got = torch.cat(session.forward(hidden, ids, router, weights))
+                    session.check()
+                    with torch.device("cuda"):
+                        expected = torch.cat(staged(problem, hidden, ids, router, shares).outputs)
+                    distance = rel_l2(got.float(), expected.float())
+                    right &= distance < staged_bounds(problem).y_limit(2 * num_tokens)
+                    print(f"{problem.transport} {name} {num_tokens} tokens: relL2 {distance:.3g}", flush=True)
+    return right
+
+
+if __name__ == "__main__":
+    backend.SEEN_RIGHT_ON = backend.SEEN_RIGHT_ON or "under test"
+    if sys.argv[1:] == ["compile"]:
+        compile_all()
+    else:
+        sys.exit(not run())
