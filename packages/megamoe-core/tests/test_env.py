@@ -7,11 +7,13 @@ import pytest
 from megamoe import env
 from megamoe.errors import ConfigError
 
+SGLANG = ("UNSUPPORTED", "TRANSPORT", "MAX_TOKENS")
+
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MEGAMOE_BACKEND", "MEGAMOE_TIMEOUT_S", "MEGAMOE_DEBUG", "MEGAMOE_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("BACKEND", "TIMEOUT_S", "DEBUG", "CACHE_DIR", *(f"SGLANG_{name}" for name in SGLANG)):
+        monkeypatch.delenv(f"MEGAMOE_{name}", raising=False)
 
 
 def test_defaults() -> None:
@@ -19,6 +21,7 @@ def test_defaults() -> None:
     assert env.timeout_s() == 300
     assert not env.debug()
     assert env.cache_dir() == Path.home() / ".cache" / "megamoe"
+    assert (env.sglang_unsupported(), env.sglang_transport(), env.sglang_max_tokens()) == ("error", "bf16", None)
 
 
 def test_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -51,3 +54,17 @@ def test_debug_is_0_or_1(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_debug_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MEGAMOE_DEBUG", text)
     assert not env.debug()
+
+
+def test_options_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(SGLANG, ("engine", "fp8_blockwise_1x32", "4096")):
+        monkeypatch.setenv(f"MEGAMOE_SGLANG_{name}", value)
+    options = (env.sglang_unsupported(), env.sglang_transport(), env.sglang_max_tokens())
+    assert options == ("engine", "fp8_blockwise_1x32", 4096)
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-5", "1.5"])
+def test_a_count_of_tokens_is_a_positive_integer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MEGAMOE_SGLANG_MAX_TOKENS", text)
+    with pytest.raises(ConfigError, match=f"MEGAMOE_SGLANG_MAX_TOKENS.*{text}"):
+        env.sglang_max_tokens()

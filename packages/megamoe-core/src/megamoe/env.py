@@ -6,6 +6,9 @@
 | `MEGAMOE_TIMEOUT_S` | seconds that a wait for a peer may take | 300 |
 | `MEGAMOE_DEBUG` | `1`: ids are checked on the host, an id outside [-1, num_experts) raises | `0` |
 | `MEGAMOE_CACHE_DIR` | where compiled kernels are kept | `~/.cache/megamoe` |
+| `MEGAMOE_SGLANG_UNSUPPORTED` | `error` or `engine`: what SGLang does with a model that MegaMoE can't run | `error` |
+| `MEGAMOE_SGLANG_TRANSPORT` | how rows travel home under SGLang | `bf16` |
+| `MEGAMOE_SGLANG_MAX_TOKENS` | tokens of a call on each rank under SGLang | what SGLang's own settings allow |
 """
 
 from __future__ import annotations
@@ -49,3 +52,23 @@ def cache_dir() -> Path:
     """Directory of compiled kernels; it need not exist yet."""
     text = os.environ.get("MEGAMOE_CACHE_DIR")
     return Path(text) if text else Path.home() / ".cache" / "megamoe"
+
+
+def sglang_unsupported() -> str:
+    """Policy in `MEGAMOE_SGLANG_UNSUPPORTED`: a plugin of SGLang is given no arguments."""
+    return os.environ.get("MEGAMOE_SGLANG_UNSUPPORTED") or "error"
+
+
+def sglang_transport() -> str:
+    """Transport in `MEGAMOE_SGLANG_TRANSPORT`."""
+    return os.environ.get("MEGAMOE_SGLANG_TRANSPORT") or "bf16"
+
+
+def sglang_max_tokens() -> int | None:
+    """Tokens in `MEGAMOE_SGLANG_MAX_TOKENS`, a positive integer, or None."""
+    text = os.environ.get("MEGAMOE_SGLANG_MAX_TOKENS")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError("MEGAMOE_SGLANG_MAX_TOKENS is not a count", got=repr(text), expected="a positive integer")
+    return int(text)
