@@ -1,0 +1,251 @@
+"""What each rank of test_faults_gpu.py does: a module of its own, since spawned processes have to import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.errors import MegaMoEError
+from megamoe.launch import RankContext
+from megamoe.problem import MoEProblem
+from megamoe.schedule.device_spec import H200
+from megamoe.symm.torch_symm import TorchSymmGroup
+from megamoe.testing.data import make_weights, shard
+from megamoe_cuda import backend as cuda_backend
+from megamoe_cuda.backend import CudaBackend
+
+PROBLEM = MoEProblem(
+    hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4, num_max_tokens_per_rank=256, ep_size=2
+)
+SHORT_S = 3.0  # a time-out that is waited for
+LATE_S = 8.0  # how late a rank comes that must be waited for
+NUM_CALLS = 10_000
+GUARD, GUARD_ROWS = 0xA5, 4
+
+
+class Rank:
+    """One rank on its GPU: opens sessions, and makes calls."""
+
+    def __init__(self, context: RankContext) -> None:
+        cuda_backend.SEEN_RIGHT_ON = cuda_backend.SEEN_RIGHT_ON or "under test"
+        self.rank = context.rank
+        self.device = torch.device("cuda", context.rank)
+        context.join_gpus(self.device)
+        self._group = TorchSymmGroup(dist.group.WORLD, self.device)  # type: ignore[arg-type]
+        share = shard(make_weights(PROBLEM, self.device), PROBLEM.ep_size)[self.rank]
+        with self.open() as session:
+            self.weights = session.prepare(share)
+
+    def open(self, num_sms: int = H200.num_sms, problem: MoEProblem = PROBLEM, timeout_s: float | None = 60.0) -> Any:
+        """COLLECTIVE. A session, warm."""
+        backend = CudaBackend()
+        session = backend.open(backend.plan(problem, replace(H200, num_sms=num_sms)), self._group, timeout_s=timeout_s)
+        session.warmup()
+        return session
+
+    def call(self, num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments of this rank."""
+        rng = torch.Generator().manual_seed(10 * seed + self.rank)
+        ids = torch.rand(num_tokens, PROBLEM.num_experts, generator=rng).argsort(-1)[:, : PROBLEM.top_k].contiguous()
+        x = torch.randn(num_tokens, PROBLEM.hidden_size, generator=rng).bfloat16()
+        router = torch.rand(num_tokens, PROBLEM.top_k, generator=rng)
+        return x.to(self.device), ids.to(self.device), router.to(self.device)
+
+    def meet(self) -> None:
+        """COLLECTIVE. Wait for all ranks and their work, on the host."""
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
+
+def error_of(act: Callable[[], object], check: Callable[[], None]) -> str:
+    """The MegaMoE error that `act`, and the check behind it, raise: its type, a colon, its message; or nothing."""
+    try:
+        act()
+        check()
+    except MegaMoEError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def beside_an_all_reduce(rank: Rank) -> bool:
+    """With 32 SMs left free, an all-reduce of another group on another stream is started before each call: whether
+    every call gave its bits."""
+    with rank.open(num_sms=H200.num_sms - 32) as session:
+        call, other, side = rank.call(200), torch.ones(1 << 24, device=rank.device), torch.cuda.Stream()
+        expected = session.forward(*call, rank.weights)
+        dist.all_reduce(other)
+        rank.meet()
+        right = True
+        for _ in range(50):
+            with torch.cuda.stream(side):
+                dist.all_reduce(other)
+            right &= torch.equal(session.forward(*call, rank.weights), expected)
+        session.check()
+        return right
+
+
+def crossed_with_an_all_reduce(rank: Rank) -> tuple[str, bool]:
+    """No SM left free, and the ranks start the layer and an all-reduce in opposite order: a rank's error, and whether
+    the session is right again after a reset."""
+    with rank.open(timeout_s=SHORT_S) as session:
+        call, other, side = rank.call(200), torch.ones(1 << 26, device=rank.device), torch.cuda.Stream()
+        expected = session.forward(*call, rank.weights)
+
+        def reduce() -> None:
+            with torch.cuda.stream(side):
+                dist.all_reduce(other)
+
+        def crossed() -> None:
+            order = [reduce, lambda: session.forward(*call, rank.weights)]
+            for start in order if rank.rank == 0 else reversed(order):
+                start()
+                time.sleep(0.5)  # it runs, and holds its SMs
+
+        reduce()
+        rank.meet()
+        error = error_of(crossed, session.check)
+        rank.meet()
+        session.reset()
+        return error, torch.equal(session.forward(*call, rank.weights), expected)
+
+
+def many_uneven_calls(rank: Rank) -> str:
+    """Thousands of calls with other token counts each, zero included, into guarded memory: what went wrong first."""
+    with rank.open() as session:
+        counts = (0, 256, 1, 63, 64, 65, 200, 0, 17, 128, 129)
+        mine = counts[rank.rank :] + counts[: rank.rank]
+        calls = [rank.call(num_tokens, seed) for seed, num_tokens in enumerate(mine)]
+        alone = [session.forward(*call, rank.weights).clone() for call in calls]
+        outs = [_guarded(num_tokens, rank.device) for num_tokens in mine]
+        for step in range(NUM_CALLS):
+            which = step * 7 % len(calls)
+            session.forward(*calls[which], rank.weights, out=outs[which][GUARD_ROWS:-GUARD_ROWS])
+            if step % 1000 == 999:
+                torch.cuda.synchronize()
+        session.check()
+        for which, (out, expected) in enumerate(zip(outs, alone, strict=True)):
+            if not torch.equal(out[GUARD_ROWS:-GUARD_ROWS], expected):
+                return f"call {which} of {len(expected)} tokens gave other bits"
+            guards = torch.cat((out[:GUARD_ROWS], out[-GUARD_ROWS:])).view(torch.uint8)
+            if not bool((guards == GUARD).all()):
+                return f"call {which} wrote past its output"
+        return "" if session.stats().calls == NUM_CALLS + len(calls) else "calls were not counted"
+
+
+def _guarded(num_tokens: int, device: torch.device) -> Tensor:
+    rows = torch.full((num_tokens + 2 * GUARD_ROWS, 2 * PROBLEM.hidden_size), GUARD, dtype=torch.uint8, device=device)
+    return rows.view(torch.bfloat16)
+
+
+def out_of_memory_on_one_rank(rank: Rank) -> tuple[str, bool]:
+    """Rank 1 has no memory for a large session: what `open` raises on this rank, and whether a small one opens then."""
+    hog = None
+    if rank.rank == 1:
+        hog = torch.empty(int(0.97 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=rank.device)
+    large = replace(PROBLEM, hidden_size=8192, num_max_tokens_per_rank=1 << 18)
+    error = error_of(lambda: rank.open(problem=large), lambda: None)
+    del hog
+    torch.cuda.empty_cache()
+    with rank.open() as session:
+        y = session.forward(*rank.call(64), rank.weights)
+        return error, bool(y.isfinite().all())
+
+
+def over_capacity_on_one_rank(rank: Rank) -> tuple[str, bool]:
+    """Rank 0 brings a token too many: a rank's error, and whether the session is right again after a reset."""
+    with rank.open(timeout_s=SHORT_S) as session:
+        call = rank.call(64)
+        expected = session.forward(*call, rank.weights)
+        rank.meet()
+        brought = rank.call(PROBLEM.num_max_tokens_per_rank + 1) if rank.rank == 0 else call
+        error = error_of(lambda: session.forward(*brought, rank.weights), session.check)
+        rank.meet()
+        session.reset()
+        return error, torch.equal(session.forward(*call, rank.weights), expected)
+
+
+def two_sessions_on_two_streams(rank: Rank) -> bool:
+    """Each takes half of the SMs; both are in flight at the same time, in the same order on every rank."""
+    half = H200.num_sms // 2
+    with rank.open(num_sms=half) as one, rank.open(num_sms=half) as other:
+        call, streams = rank.call(200), [torch.cuda.Stream(), torch.cuda.Stream()]
+        expected = one.forward(*call, rank.weights)
+        rank.meet()
+        right = True
+        for _ in range(50):
+            got = []
+            for stream, session in zip(streams, (one, other), strict=True):
+                with torch.cuda.stream(stream):
+                    got.append(session.forward(*call, rank.weights))
+            torch.cuda.synchronize()
+            right &= all(torch.equal(y, expected) for y in got)
+        one.check()
+        other.check()
+        return right
+
+
+def interrupted_while_waiting(rank: Rank) -> tuple[bool, bool]:
+    """Ctrl-C on rank 0 while its kernel waits for rank 1, which is late: whether it was felt, and whether the call and
+    the next one are right all the same."""
+    with rank.open() as session:
+        call = rank.call(100)
+        expected = session.forward(*call, rank.weights)
+        rank.meet()
+        felt = False
+        if rank.rank == 1:
+            time.sleep(2.0)
+        else:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+        y = session.forward(*call, rank.weights)
+        try:
+            session.check()
+            time.sleep(0.1)
+        except KeyboardInterrupt:
+            felt = True
+        right = torch.equal(y, expected)
+        rank.meet()
+        return felt, right and torch.equal(session.forward(*call, rank.weights), expected)
+
+
+def late_rank(rank: Rank) -> bool:
+    """With the default time-out a rank that is late is waited for: whether all got their bits."""
+    with rank.open(timeout_s=None) as session:
+        call = rank.call(100)
+        expected = session.forward(*call, rank.weights)
+        rank.meet()
+        if rank.rank == 1:
+            time.sleep(LATE_S)
+        right = torch.equal(session.forward(*call, rank.weights), expected)
+        session.check()
+        return right
+
+
+FAULTS: tuple[Callable[[Rank], Any], ...] = (
+    beside_an_all_reduce,
+    many_uneven_calls,
+    two_sessions_on_two_streams,
+    interrupted_while_waiting,
+    out_of_memory_on_one_rank,
+    late_rank,
+    over_capacity_on_one_rank,
+    crossed_with_an_all_reduce,
+)
+
+
+def all_faults(context: RankContext) -> None:
+    """COLLECTIVE. Every fault, one after the other in the same two processes; each outcome is reported as it comes."""
+    rank = Rank(context)
+    for fault in FAULTS:
+        rank.meet()
+        context.report((fault.__name__, fault(rank)))
+    dist.destroy_process_group()
