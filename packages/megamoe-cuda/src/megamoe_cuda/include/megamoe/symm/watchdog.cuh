@@ -9,9 +9,9 @@
 // roles/combine.cuh), and a wait for a peer also polls that peer's word: nobody sits out his own timeout behind a rank
 // that has given up.
 //
-// The flag stays set until the session is reset. A launch that finds it set takes no part in the protocol (takes_part in symm/cta.cuh):
-// the failed call left counters and the epoch half-way, and what such a launch pushed would land under a peer that still
-// works on that epoch.
+// The flag stays set until the session is reset. A launch that finds it set takes no part in the protocol (takes_part()
+// of symm/cta.cuh): the failed call left counters and the epoch half-way, and what such a launch pushed would land under
+// a peer that still works on that epoch.
 #pragma once
 
 #include "megamoe/ptx/ld_st.cuh"
