@@ -1,103 +1,90 @@
-"""What the ROCm backend says about machines, and that it claims nothing it can't run."""
+"""What the ROCm backend claims on which rung, what it refuses, and its plans."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from megamoe.backend import Reason
-from megamoe.errors import UnsupportedProblemError
+from megamoe.backend import Capability, Reason, VirtualRanks
+from megamoe.errors import ConfigError, UnsupportedProblemError
 from megamoe.problem import MoEProblem
-from megamoe_rocm.backend import (
-    HIP_PYTHON,
-    HIP_RUNTIME,
-    MORI,
-    TORCH_HIP,
-    Machine,
-    RocmBackend,
-    judge,
-    kfd_targets,
-    library_failures,
-    look,
-)
+from megamoe.schedule.device_spec import H200, MI355X
+from megamoe_rocm import rungs
+from megamoe_rocm.backend import RocmBackend
+from megamoe_rocm.rungs import Rung
 
-GOOD = Machine(targets=("gfx950",) * 8, driver_access=True, nvidia=False)
 PROBLEM = MoEProblem(
     hidden_size=7168, intermediate_size=3072, num_experts=384, top_k=6, num_max_tokens_per_rank=512, quant="a8w4"
 )
 
 
-def machine_root(root: Path, *gfx_target_versions: int) -> Path:
-    """Files as the kernel driver would show them: a CPU node, then a node per GPU."""
-    for node, version in enumerate((0, *gfx_target_versions)):
-        folder = root / "sys/class/kfd/kfd/topology/nodes" / str(node)
-        folder.mkdir(parents=True)
-        text = f"cpu_cores_count {0 if version else 128}\nsimd_count {1024 if version else 0}\n"
-        (folder / "properties").write_text(f"{text}gfx_target_version {version}\n")
-    return root
+def asked_for(monkeypatch: pytest.MonkeyPatch, rung: str) -> RocmBackend:
+    monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", rung)
+    return RocmBackend()
 
 
-@pytest.mark.parametrize(
-    "version, target",
-    [(90500, "gfx950"), (90402, "gfx942"), (90010, "gfx90a"), (110000, "gfx1100"), (120001, "gfx1201")],
-)
-def test_targets_are_named_as_compilers_name_them(tmp_path: Path, version: int, target: str) -> None:
-    assert kfd_targets(machine_root(tmp_path, version, version)) == (target, target)
+@pytest.fixture(autouse=True)
+def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGAMOE_ROCM_DEVICE", raising=False)
 
 
-def test_a_machine_without_the_driver_has_no_targets(tmp_path: Path) -> None:
-    assert look(tmp_path) == Machine(targets=(), driver_access=False, nvidia=False)
-
-
-def test_a_whole_machine_is_usable() -> None:
-    assert judge(GOOD).ok
-
-
-@pytest.mark.parametrize(
-    "machine, reason, says",
-    [
-        (replace(GOOD, targets=()), Reason.NO_DEVICE, "no AMD GPU"),
-        (replace(GOOD, targets=(), nvidia=True), Reason.NO_DEVICE, "megamoe-cuda"),
-        (replace(GOOD, targets=("gfx942",)), Reason.WRONG_DEVICE, "e4m3fnuz"),
-        (replace(GOOD, targets=("gfx1100",)), Reason.WRONG_DEVICE, "gfx1100 found"),
-        (replace(GOOD, driver_access=False), Reason.NO_DEVICE, "render group"),
-        (replace(GOOD, failures={HIP_RUNTIME: "cannot open"}), Reason.MISSING_LIBRARY, "install ROCm"),
-        (replace(GOOD, failures={HIP_PYTHON: "ModuleNotFoundError"}), Reason.MISSING_LIBRARY, "hip-python"),
-        (replace(GOOD, failures={TORCH_HIP: "built for CUDA"}), Reason.MISSING_LIBRARY, "not a ROCm build"),
-        (replace(GOOD, failures={MORI: "ModuleNotFoundError"}), Reason.MISSING_LIBRARY, "megamoe-rocm[mori]"),
-        (replace(GOOD, failures={MORI: "x", HIP_RUNTIME: "y"}), Reason.MISSING_LIBRARY, "install ROCm"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, Reason) else "",
-)
-def test_each_lack_has_its_own_reason(machine: Machine, reason: Reason, says: str) -> None:
-    verdict = judge(machine)
-    assert (verdict.ok, verdict.reason) == (False, reason)
-    assert says in verdict.detail
-
-
-def test_libraries_that_are_missing_here_are_named_and_nothing_raises() -> None:
-    """CI machines have no ROCm; where one has, the libraries that do load are not in the list."""
-    assert set(library_failures()) <= {HIP_RUNTIME, HIP_PYTHON, MORI, TORCH_HIP}
-    assert all(library_failures().values())
-
-
-def test_amd_mori_without_rocm_raises_oserror_and_that_is_not_a_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mori.py").write_text("import ctypes\nctypes.CDLL('libno_such_rocm_library.so')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert library_failures()[MORI].startswith("OSError")
-
-
-def test_no_problem_is_claimed_and_every_way_in_says_why() -> None:
+def test_nothing_is_claimed_on_a_device_that_nobody_had_and_every_way_in_says_why() -> None:
     backend = RocmBackend()
     assert backend.capabilities() == frozenset()
     verdict = backend.supports(PROBLEM)
     assert not verdict.ok
-    assert "no kernels" in verdict.detail
-    with pytest.raises(UnsupportedProblemError, match="no kernels"):
-        backend.plan(PROBLEM)
-    with pytest.raises(UnsupportedProblemError, match="no kernels"):
-        backend.require(PROBLEM)
+    assert "MEGAMOE_ROCM_DEVICE=gfx950" in verdict.detail
+    for way_in in (backend.plan, backend.require):
+        with pytest.raises(UnsupportedProblemError, match="not been seen right on a gfx950 GPU"):
+            way_in(PROBLEM)
+
+
+def test_whoever_asks_for_the_device_by_name_may_plan_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = asked_for(monkeypatch, "gfx950")
+    assert backend.capabilities() == rungs.implemented(Rung.GFX950)
+    plan = backend.plan(PROBLEM)
+    assert (plan.device, plan.config.name) == (MI355X, "auto")
+    assert backend.plan(PROBLEM, replace(MI355X, num_sms=224), config="m64").config.name == "m64"
+
+
+@pytest.mark.parametrize("rung", [Rung.NVIDIA, Rung.INTERPRETER, Rung.ISA])
+def test_a_stand_in_claims_what_was_seen_right_on_it(monkeypatch: pytest.MonkeyPatch, rung: Rung) -> None:
+    backend = asked_for(monkeypatch, rung)
+    monkeypatch.setattr(rungs, "SEEN_RIGHT_ON", dict.fromkeys(Rung))
+    assert backend.capabilities() == frozenset()
+    monkeypatch.setattr(rungs, "SEEN_RIGHT_ON", {**dict.fromkeys(Rung), rung: "a machine, a day"})
+    assert backend.capabilities() == rungs.implemented(rung)
+    assert (Capability.GRAPH_CAPTURE in backend.capabilities()) == (rung is Rung.NVIDIA)
+    assert backend.plan(PROBLEM).device.arch == (H200.arch if rung is Rung.NVIDIA else "cpu")
+
+
+def test_a_name_of_no_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="gfx950 or nvidia or interpreter or isa"):
+        asked_for(monkeypatch, "mi300").capabilities()
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"quant": "a8w8"}, Reason.QUANT),
+        ({"quant": "a8w4", "act_format": "fp8_1x128"}, Reason.ACT_FORMAT),
+        ({"hidden_size": 7296}, Reason.SHAPE),
+        ({"intermediate_size": 3200}, Reason.SHAPE),
+        ({"ep_size": 16}, Reason.EP_SIZE),
+        ({"num_max_tokens_per_rank": 2**29}, Reason.CAPACITY),
+    ],
+)
+def test_refusals_have_their_reason(monkeypatch: pytest.MonkeyPatch, changes: dict, reason: Reason) -> None:
+    verdict = asked_for(monkeypatch, "gfx950").supports(replace(PROBLEM, **changes))
+    assert (verdict.ok, verdict.reason) == (False, reason)
+
+
+@pytest.mark.parametrize("group", [None, "a name", VirtualRanks()])
+def test_what_is_no_group_of_the_plans_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, group: object) -> None:
+    backend = asked_for(monkeypatch, "gfx950")
+    plan = backend.plan(replace(PROBLEM, ep_size=2))
+    if group == VirtualRanks():
+        plan = replace(plan, backend="cuda")
+    with pytest.raises(ConfigError):
+        backend.open(plan, group)

@@ -6,6 +6,7 @@
 | `MEGAMOE_TIMEOUT_S` | seconds that a wait for a peer may take | 300 |
 | `MEGAMOE_DEBUG` | `1`: ids are checked on the host, an id outside [-1, num_experts) raises | `0` |
 | `MEGAMOE_CACHE_DIR` | where compiled kernels are kept | `~/.cache/megamoe` |
+| `MEGAMOE_ROCM_DEVICE` | where megamoe-rocm runs: `gfx950`, or to rehearse `nvidia`, `interpreter`, `isa` | `gfx950` |
 | `MEGAMOE_SGLANG_UNSUPPORTED` | `error` or `engine`: what SGLang does with a model that MegaMoE can't run | `error` |
 | `MEGAMOE_SGLANG_TRANSPORT` | how rows travel home under SGLang | `bf16` |
 | `MEGAMOE_SGLANG_MAX_TOKENS` | tokens of a call on each rank under SGLang | what SGLang's own settings allow |
@@ -46,6 +47,11 @@ def debug() -> bool:
     if text not in ("", "0", "1"):
         raise ConfigError("MEGAMOE_DEBUG is not a switch", got=repr(text), expected="0 or 1")
     return text == "1"
+
+
+def rocm_device() -> str | None:
+    """Name in `MEGAMOE_ROCM_DEVICE`, or None; megamoe-rocm knows which there are."""
+    return os.environ.get("MEGAMOE_ROCM_DEVICE") or None
 
 
 def cache_dir() -> Path:

@@ -1,163 +1,107 @@
-"""The ROCm backend as `megamoe.select_backend` sees it. It finds out what the machine has; it runs no problem yet.
-
-`probe()` reads the kernel driver's list of GPUs before it imports anything, so on a machine without an AMD GPU the
-answer is about the GPU, not about whichever library happens to be missing.
-"""
+"""The ROCm backend as `megamoe.select_backend` sees it: what it can run and where, its plans, and how one is opened."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import os
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict
-from megamoe.errors import UnsupportedProblemError
+from megamoe import env
+from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict, VirtualRanks
+from megamoe.errors import ConfigError
 from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import DeviceSpec
-from megamoe_rocm import __version__
-
-TARGET = "gfx950"
-FNUZ_TARGETS = ("gfx940", "gfx941", "gfx942")  # MI300: their FP8 is e4m3fnuz, which has other values for the same bits
-NO_KERNELS = f"megamoe-rocm {__version__} holds no kernels yet: it can look at the machine, not run a layer"
-
-HIP_RUNTIME = "libamdhip64.so"
-HIP_PYTHON = "hip.hip"
-MORI = "mori"
-TORCH_HIP = "torch.version.hip"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What was found.
-
-    Args:
-        targets: instruction sets of the AMD GPUs, by the kernel driver.
-        driver_access: whether this process may open the driver's device file.
-        nvidia: whether an NVIDIA driver is loaded.
-        failures: library -> why it can't be used; looked at only where there is an AMD GPU.
-    """
-
-    targets: tuple[str, ...]
-    driver_access: bool
-    nvidia: bool
-    failures: dict[str, str] = field(default_factory=dict)
-
-
-def look(root: Path = Path("/")) -> Machine:
-    """Look at the machine whose files are under `root`; imports GPU libraries only where there is an AMD GPU."""
-    targets = kfd_targets(root)
-    return Machine(
-        targets=targets,
-        driver_access=os.access(root / "dev/kfd", os.R_OK | os.W_OK),
-        nvidia=(root / "proc/driver/nvidia/version").exists(),
-        failures=library_failures() if targets else {},
-    )
-
-
-def kfd_targets(root: Path) -> tuple[str, ...]:
-    """Instruction sets of the GPUs that AMD's kernel driver lists, for example ("gfx950",) * 8; CPUs are left out.
-
-    Source: Linux, Documentation of the KFD topology in sysfs: `gfx_target_version` is
-    major * 10000 + minor * 100 + stepping, 0 for a CPU; the name has minor and stepping in hexadecimal.
-    """
-    targets = []
-    for properties in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
-        values = dict(line.split(maxsplit=1) for line in properties.read_text().splitlines() if " " in line)
-        version = int(values.get("gfx_target_version", "0"))
-        if version:
-            major, minor, stepping = version // 10000, version // 100 % 100, version % 100
-            targets.append(f"gfx{major}{minor:x}{stepping:x}")
-    return tuple(targets)
-
-
-def library_failures() -> dict[str, str]:
-    """Libraries that can't be used, with what their loader says."""
-    failures = {}
-    try:
-        ctypes.CDLL(HIP_RUNTIME)
-    except OSError as error:
-        failures[HIP_RUNTIME] = str(error)
-    for module in (HIP_PYTHON, MORI):
-        try:
-            importlib.import_module(module)
-        except (ImportError, OSError) as error:  # amd-mori raises OSError where ROCm's libraries are missing
-            failures[module] = f"{type(error).__name__}: {error}"
-    version = importlib.import_module("torch.version")
-    if getattr(version, "hip", None) is None:
-        failures[TORCH_HIP] = f"PyTorch {version.__version__} is built for {'CUDA' if version.cuda else 'the CPU'}"
-    return failures
-
-
-def judge(machine: Machine) -> Verdict:
-    """The first thing that stands against running here, what is hardest to change first."""
-    if not machine.targets:
-        other = "; the GPUs here are NVIDIA's, which megamoe-cuda drives" if machine.nvidia else ""
-        return Verdict.no(Reason.NO_DEVICE, f"no AMD GPU: the amdgpu driver lists none{other}")
-    if TARGET not in machine.targets:
-        return _wrong_device(machine.targets)
-    if not machine.driver_access:
-        return Verdict.no(
-            Reason.NO_DEVICE,
-            "/dev/kfd can't be opened: join the render group, or start the container with --device=/dev/kfd",
-        )
-    for library, remedy in (
-        (HIP_RUNTIME, "ROCm's runtime is not found: install ROCm 7, or add its lib folder to LD_LIBRARY_PATH"),
-        (HIP_PYTHON, "hip-python can't be imported: pip install hip-python of the ROCm release that is installed"),
-        (TORCH_HIP, "PyTorch is not a ROCm build: install it from PyTorch's ROCm index"),
-        (
-            MORI,
-            "Mori can't be imported: pip install megamoe-rocm[mori]; an OSError means that it misses ROCm's libraries",
-        ),
-    ):
-        if library in machine.failures:
-            return Verdict.no(Reason.MISSING_LIBRARY, f"{remedy} ({machine.failures[library]})")
-    return Verdict.yes(", ".join(machine.targets))
-
-
-def _wrong_device(targets: tuple[str, ...]) -> Verdict:
-    found = ", ".join(sorted(set(targets)))
-    if set(targets) & set(FNUZ_TARGETS):
-        detail = (
-            f"{found} found, {TARGET} needed: FP8 there is e4m3fnuz, and reading e4m3fn weights as such would give "
-            "other values without an error"
-        )
-    else:
-        detail = f"{found} found, {TARGET} (MI350 series) needed"
-    return Verdict.no(Reason.WRONG_DEVICE, detail)
+from megamoe.symm import Group
+from megamoe.symm.agreement import ProcessGroupRanks, Ranks
+from megamoe_rocm import __version__, planning, rungs
+from megamoe_rocm.heuristics import SessionConfig, config_names
+from megamoe_rocm.probe import probe
+from megamoe_rocm.rungs import Rung
 
 
 class RocmBackend(Backend):
-    """AMD gfx950."""
+    """AMD gfx950, and the stand-ins on which its kernels are rehearsed (MEGAMOE_ROCM_DEVICE, `megamoe_rocm.rungs`)."""
 
     name: ClassVar[str] = "rocm"
 
     def probe(self) -> Verdict:
-        """Whether this machine has a gfx950 GPU and the libraries that drive it."""
-        return judge(look())
+        """Whether this machine has what the rung needs: a gfx950 GPU and the libraries that drive it, or a stand-in."""
+        return probe(rungs.current())
 
     def capabilities(self) -> frozenset[Capability]:
-        """Nothing: there are no kernels to hold a claim against."""
-        return frozenset()
+        """What was seen right on the rung; all that is written, where the rung was asked for by name."""
+        rung = rungs.current()
+        claimed = rungs.SEEN_RIGHT_ON[rung] is not None or rungs.asked_for() is Rung.GFX950
+        return rungs.implemented(rung) if claimed else frozenset()
 
     def supports(self, problem: MoEProblem) -> Verdict:
-        """No problem, and why."""
-        return self.check_limits(problem)
+        """See `Backend.supports`."""
+        if not self.capabilities():
+            rung = rungs.current()
+            return Verdict.no(
+                Reason.QUANT,
+                f"megamoe-rocm {__version__} has not been seen right on {rungs.WHAT[rung]} yet: "
+                "MEGAMOE_ROCM_DEVICE=gfx950 runs it all the same, `megamoe-rocm validate` finds out",
+            )
+        return super().supports(problem)
 
     def check_limits(self, problem: MoEProblem) -> Verdict:
-        """No problem is within the limits of kernels that are not there."""
-        return Verdict.no(Reason.QUANT, NO_KERNELS)
+        """Sizes that the kernels do not take."""
+        return planning.check_limits(problem)
+
+    def configs(self, problem: MoEProblem) -> tuple[str, ...]:
+        """ "auto", which picks a tile per call, then each tile by name."""
+        return config_names()
 
     def plan(self, problem: MoEProblem, device: DeviceSpec | None = None, *, config: str | None = None) -> Plan:
-        """Raises UnsupportedProblemError."""
-        raise UnsupportedProblemError(NO_KERNELS)
+        """See `Backend.plan`. `device.num_sms` is how many compute units the persistent launches are made for."""
+        self.require(problem)
+        return planning.make_plan(problem, device or rungs.PLANNED_FOR[rungs.current()], config=config)
 
     def open(
         self, plan: Plan, group: Any = None, *, timeout_s: float | None = None, workspace: Tensor | None = None
     ) -> Session:
-        """Raises UnsupportedProblemError."""
-        raise UnsupportedProblemError(NO_KERNELS)
+        """COLLECTIVE. See `Backend.open`.
+
+        Symmetric memory of a `torch.distributed.ProcessGroup` comes from Mori on AMD and from PyTorch on NVIDIA; that
+        of a `megamoe.symm.Group`, from that group. A workspace of the caller's is not taken.
+
+        Raises:
+            BackendUnavailableError: the wrong GPU, a missing library, no peer-to-peer path; on every rank, before any
+                memory is shared.
+        """
+        if workspace is not None:
+            raise ConfigError("backend rocm takes no workspace", hint="leave workspace=None; plan.bytes says its size")
+        timeout_s = env.timeout_s() if timeout_s is None else timeout_s
+        ranks = _ranks_of(group, plan)
+        from megamoe_rocm.opening import open_session  # needs Triton, which planning does not
+
+        return open_session(plan, group, ranks, rung=rungs.current(), timeout_s=timeout_s)
+
+
+def _ranks_of(group: Any, plan: Plan) -> Ranks | None:
+    """The ranks to meet; None where this process has all of them.
+
+    Raises:
+        ConfigError: another backend's plan, no group, or one of the wrong size. The same on every rank, so none waits.
+    """
+    ep_size = plan.problem.ep_size
+    if plan.backend != RocmBackend.name or not isinstance(plan.config, SessionConfig):
+        raise ConfigError("this plan is another backend's", got=plan.backend, expected=RocmBackend.name)
+    if isinstance(group, VirtualRanks) or (group is None and ep_size == 1):
+        return None
+    if group is None:
+        raise ConfigError("no group", expected=f"{ep_size} ranks", hint="pass a process group, or VirtualRanks()")
+    if not isinstance(group, Group | dist.ProcessGroup):
+        raise ConfigError(
+            "not a group of ranks",
+            got=type(group).__name__,
+            expected="ProcessGroup, megamoe.symm.Group or VirtualRanks",
+        )
+    ranks: Ranks = group if isinstance(group, Group) else ProcessGroupRanks(group)
+    if ranks.size != ep_size:
+        raise ConfigError(
+            "the group's size is not the plan's", got=f"{ranks.size} ranks", expected=f"ep_size = {ep_size}"
+        )
+    return ranks

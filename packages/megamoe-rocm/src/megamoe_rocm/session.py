@@ -1,8 +1,8 @@
-"""One plan, opened: the workspace and the calls, through Triton's own launcher.
+"""One plan, opened: the workspace and the calls.
 
-A call is a fixed sequence of launches on the caller's stream (kernels/launch.py): no synchronisation with the host, and
-after `warmup` no compilation. What changes from call to call is read from device memory, the epoch and `num_tokens`
-among it, so a captured call can be replayed.
+A call is a fixed sequence of launches on the caller's stream (kernels/launch.py), which a `Launcher` queues: no
+synchronisation with the host, and after `warmup` nothing to compile or load. What changes from call to call is read
+from device memory, the epoch and `num_tokens` among it, so a captured call can be replayed.
 
 With virtual ranks all ranks' launches are on one stream, phase by phase: what a wait waits for came earlier.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -19,24 +19,24 @@ import torch
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backend import HiddenStates, Plan, Session, SessionStats, VirtualRanks, check_call
-from megamoe.errors import ConfigError, InputError, MegaMoETimeoutError, ProtocolError, SessionError
+from megamoe.backend import HiddenStates, Plan, Session, SessionStats, check_call
+from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError, SessionError
 from megamoe.formats import Quantized, activation_format
+from megamoe.schedule.waves import Ring
 from megamoe.symm import Group, PeerMemory
 from megamoe.tensors import ExpertWeights, Mxfp4Weights, PreparedWeights
 from megamoe_rocm import weights as kernel_weights
-from megamoe_rocm.heuristics import SessionConfig
-from megamoe_rocm.kernels.launch import PHASES, CallTensors, Launch, RankCall, stage1_parameters
+from megamoe_rocm.heuristics import SessionConfig, TileConfig
+from megamoe_rocm.kernels.launch import PHASES, CallTensors, RankCall, stage1_parameters
 from megamoe_rocm.kernels.workspace import STATUS_WORDS, RankMemory, kernel_workspace
+from megamoe_rocm.runtime.launcher import Launcher
 from megamoe_rocm.taps import read_taps
 
 logger = logging.getLogger("megamoe.rocm")
 
-INPUT_ALIGNMENT = 16  # bytes; what the kernels are compiled for
+ALIGNMENT = 16  # bytes; what kernels are told about every tensor
 NO_LIMIT = 2**31 - 1  # num_tokens where the caller gives none
-POLL_S = {"cuda": 1e-6, "cpu": 2e-5}
-"""Seconds that a poll takes at least, by device type: an atomic in device memory (assumed, not measured), or a turn of
-Triton's interpreter. A wait counts polls, so a time-out comes about when asked for, or later."""
+PEER_GAVE_UP = 2  # in `status` and its reports; kernels/flags.py
 
 
 class RocmSession(Session):
@@ -50,7 +50,7 @@ class RocmSession(Session):
         *,
         group: Group | None,
         virtual: bool,
-        device: torch.device,
+        launcher: Launcher,
         timeout_s: float,
         allocate: Callable[[int], PeerMemory],
     ) -> None:
@@ -60,7 +60,7 @@ class RocmSession(Session):
             plan: a plan whose configuration is a `SessionConfig`.
             group: the other ranks; None where this process has all.
             virtual: whether one call drives all ranks and takes lists.
-            device: a GPU, or the CPU where Triton interprets.
+            launcher: runs launches, and says on which device tensors are.
             timeout_s: how long a wait for a peer may take.
             allocate: COLLECTIVE; workspaces of that many bytes each.
         """
@@ -71,13 +71,14 @@ class RocmSession(Session):
         self._layout = plan.workspace
         self._group = group
         self._driven = range(plan.problem.ep_size) if virtual else range(rank, rank + 1)
-        self._device = device
+        self._launcher = launcher
+        self._device = device = launcher.device
         self._timeout_s = timeout_s
         self._allocate = allocate
         self._check_ids = env.debug()
         self._calls = 0
         self._timeouts = 0
-        self._failure: MegaMoETimeoutError | None = None
+        self._failure: MegaMoETimeoutError | RankFailedError | None = None
         self._memory = PeerMemory(ranks=(), release=_nothing)
         self._ranks: dict[int, RankMemory] = {}
         self._peers = torch.empty(0)
@@ -135,28 +136,27 @@ class RocmSession(Session):
         """Launch one call of the driven ranks, phase by phase."""
         tile, ring = self._config.pick(self.plan.problem, max(len(call.topk_ids) for call in calls))
         self._last_ring = ring
-        lists = [
-            RankCall(
-                problem=self.plan.problem,
-                rank=rank,
-                tile=tile,
-                ring=ring,
-                rings=self._config.rings,
-                memory=self._ranks[rank],
-                peers=self._peers,
-                stage1_parameters=self._parameters[rank],
-                num_programs=self.plan.device.num_sms * tile.programs_per_cu,
-                polls=self._polls,
-            ).phases(call)
-            for rank, call in zip(self._driven, calls, strict=True)
-        ]
+        lists = [self._rank_call(rank, tile, ring).phases(call) for rank, call in zip(self._driven, calls, strict=True)]
         for phase in zip(*lists, strict=True):
-            for launches in phase:
-                self._launch(launches)
+            for rank, launches in zip(self._driven, phase, strict=True):
+                for launch in launches:
+                    self._launcher.launch(launch, rank=rank)
+        self._launcher.flush()
 
-    def _launch(self, launches: Sequence[Launch]) -> None:
-        for launch in launches:
-            launch.run()
+    def _rank_call(self, rank: int, tile: TileConfig, ring: Ring) -> RankCall:
+        return RankCall(
+            problem=self.plan.problem,
+            rank=rank,
+            tile=tile,
+            ring=ring,
+            rings=self._config.rings,
+            memory=self._ranks[rank],
+            peers=self._peers,
+            stage1_parameters=self._parameters[rank],
+            num_programs=self.plan.device.num_sms * tile.programs_per_cu,
+            patience=self._launcher.target.patience(self._timeout_s),
+            target=self._launcher.target,
+        )
 
     def _checked(
         self,
@@ -187,17 +187,15 @@ class RocmSession(Session):
         if self._check_ids:
             _require_ids(topk_ids, problem.num_experts)
         payload, scales = _payload_and_scales(hidden_states)
-        if payload.data_ptr() % INPUT_ALIGNMENT:
-            raise InputError(
-                "hidden_states start at an odd address", got=hex(payload.data_ptr()), expected="a multiple of 16"
-            )
         if out is None:
             out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
+        if out.data_ptr() % ALIGNMENT:
+            raise InputError("out starts at an odd address", got=hex(out.data_ptr()), expected="a multiple of 16")
         return CallTensors(
             hidden_states=payload,
             hidden_scales=scales,
-            topk_ids=topk_ids.contiguous(),
-            topk_weights=topk_weights.contiguous(),
+            topk_ids=_aligned(topk_ids.contiguous()),
+            topk_weights=_aligned(topk_weights.contiguous()),
             weights=weights.tensors,
             out=out,
             num_tokens=self._limit(num_tokens, num_rows),
@@ -236,39 +234,41 @@ class RocmSession(Session):
         entries: Sequence[Any] = value
         return entries
 
-    @property
-    def _polls(self) -> int:
-        return min(int(self._timeout_s / POLL_S[self._device.type]) + 1, NO_LIMIT)
-
     def warmup(self) -> float:
-        """COLLECTIVE. Compile and load the kernels of every token count; returns the seconds it took.
-
-        It makes calls with rows but without experts, one of each tile's size.
-        """
+        """COLLECTIVE. Load the kernels of every call that can be made; returns the seconds it took."""
         self._require_healthy()
         start = time.perf_counter()
-        for num_rows in self._config.token_counts(self.plan.problem):
-            self._run([self._call_without_experts(index, num_rows) for index in range(len(self._driven))])
-        self._synchronize()
+        rank = self._driven[0]  # kernels are the same for every rank
+        for tile, ring in zip(self._config.tiles, self._config.rings, strict=True):
+            rank_call = self._rank_call(rank, tile, ring)
+            for call in self._calls_of_all_kinds():
+                for launches in rank_call.phases(call):
+                    self._launcher.load(launches)
         self._meet("warmup")
         return time.perf_counter() - start
 
-    def _call_without_experts(self, index: int, num_rows: int) -> CallTensors:
+    def _calls_of_all_kinds(self) -> Iterator[CallTensors]:
+        """Calls whose launches differ in their kernels. Their tensors have no memory: they are not made."""
         problem = self.plan.problem
-        device = self._device
-        scale = torch.empty(1, dtype=torch.uint8, device=device)  # no expert is read
-        bias = torch.empty(1, device=device)
+        fmt = activation_format(problem.quant, problem.act_format)
         names = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
-        return CallTensors(
-            hidden_states=torch.zeros(num_rows, problem.hidden_size, dtype=torch.bfloat16, device=device),
-            hidden_scales=None,
-            topk_ids=torch.full((num_rows, problem.top_k), -1, dtype=torch.int32, device=device),
-            topk_weights=torch.zeros(num_rows, problem.top_k, device=device),
-            weights={**dict.fromkeys(names, scale), "w13_bias": bias, "w2_bias": bias},
-            out=torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device=device),
-            num_tokens=self._no_limit,
-            report=self._reports[index],
-        )
+        scale, bias = _no_memory(1, torch.uint8), _no_memory(1, torch.float32)
+        bf16 = _no_memory(problem.hidden_size, torch.bfloat16)
+        payload = _no_memory(fmt.payload_bytes(problem.hidden_size), torch.uint8)
+        scales = _no_memory(problem.hidden_size // fmt.block, torch.uint8)
+        for ids in (torch.int32, torch.int64):
+            for hidden_states, hidden_scales in ((bf16, None), (payload, scales)):
+                yield CallTensors(
+                    hidden_states=hidden_states,
+                    hidden_scales=hidden_scales,
+                    topk_ids=_no_memory(problem.top_k, ids),
+                    topk_weights=_no_memory(problem.top_k, torch.float32),
+                    weights={**dict.fromkeys(names, scale), "w13_bias": bias, "w2_bias": bias},
+                    out=bf16,
+                    num_tokens=self._no_limit,
+                    report=self._reports[0],
+                    gate_up_tap=self._gate_up[0] if self._gate_up else None,
+                )
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -278,33 +278,44 @@ class RocmSession(Session):
         if self._failure is None:
             failed = [report for report in self._reports.tolist() if report[0]]
             if failed:
-                self._failure = self._timed_out(failed[0])
+                self._failure = self._given_up(failed)
                 self._timeouts += 1
                 logger.error("%s", self._failure)
         if self._failure is not None:
             raise self._failure
 
-    def _timed_out(self, report: Sequence[int]) -> MegaMoETimeoutError:
-        _, rank, peer, phase, epoch, index, _, _ = report
+    def _given_up(self, reports: Sequence[Sequence[int]]) -> MegaMoETimeoutError | RankFailedError:
+        """The error of the driven ranks that gave up; a time-out before what followed from it."""
+        why, rank, peer, phase, epoch, index, observed, awaited = min(map(tuple, reports))
+        epoch, observed, awaited = epoch % 2**32, observed % 2**32, awaited % 2**32
+        if why == PEER_GAVE_UP:
+            return RankFailedError(
+                f"rank {rank} waited for rank {peer} in phase {PHASES[phase]} of call {epoch}, which it has given up",
+                rank=rank,
+                peer=peer,
+                hint=f"rank {peer}'s own error says what it waited for; reset() on every rank",
+            )
         return MegaMoETimeoutError(
             rank=rank,
             peer=peer,
             phase=PHASES[phase],
             timeout_s=self._timeout_s,
-            epoch=epoch % 2**32,
+            epoch=epoch,
             index=index,
+            observed=observed,
+            awaited=awaited,
         )
 
     def check(self) -> None:
         """Raise what calls up to now left behind. Synchronises the device."""
         self.require_open()
-        self._synchronize()
+        self._launcher.synchronize()
         self._require_healthy()
 
     def reset(self) -> None:
         """COLLECTIVE. Make the session usable again after a failed call."""
         self.require_open()
-        self._synchronize()
+        self._launcher.synchronize()
         self._meet("reset: all launches have ended")
         self._reports.zero_()
         self._failure = None
@@ -314,16 +325,12 @@ class RocmSession(Session):
         """COLLECTIVE. Make `epoch` the number of the last call on every rank, with no flag raised since."""
         for memory in self._ranks.values():
             memory.start(epoch)
-        self._synchronize()
+        self._launcher.synchronize()
         self._meet("reset: all flags are set")
 
     def _meet(self, phase: str) -> None:
         if self._group is not None:
             self._group.barrier(timeout_s=self._timeout_s, phase=phase)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     # -- reports ------------------------------------------------------------------------------------------------
 
@@ -387,7 +394,8 @@ class RocmSession(Session):
         self._give_back()
 
     def _give_back(self) -> None:
-        self._synchronize()
+        self._launcher.synchronize()
+        self._launcher.unload()
         try:
             self._meet("close")
         except (SessionError, ProtocolError, RuntimeError):  # RuntimeError: what torch.distributed raises
@@ -396,45 +404,6 @@ class RocmSession(Session):
             self._memory.release()
         self._ranks = {}
         self._memory = PeerMemory(ranks=(), release=_nothing)
-
-
-def open_session(
-    plan: Plan, group: Group | VirtualRanks | None, *, device: torch.device, timeout_s: float
-) -> RocmSession:
-    """COLLECTIVE. Open `plan` on every rank of `group`; `group` provides the symmetric memory.
-
-    Args:
-        plan: equal on every rank.
-        group: ranks whose memory is on `device`'s kind; None for `ep_size` 1.
-        device: where the kernels run.
-        timeout_s: how long a wait for a peer may take.
-
-    Raises:
-        ConfigError: a group of another size than the plan's.
-        WorkspaceError: out of memory.
-    """
-    ep_size = plan.problem.ep_size
-    members = group if isinstance(group, Group) else None
-    size = members.size if members is not None else ep_size if isinstance(group, VirtualRanks) else 1
-    if size != ep_size:
-        raise ConfigError("the group's size is not the plan's", got=f"{size} ranks", expected=f"ep_size = {ep_size}")
-
-    def allocate(num_bytes: int) -> PeerMemory:
-        if members is not None:
-            return PeerMemory(ranks=members.allocate(num_bytes, timeout_s=timeout_s).ranks, release=_nothing)
-        ranks = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(ep_size)]
-        return PeerMemory(ranks=tuple(ranks), release=_nothing)
-
-    session = RocmSession(
-        plan,
-        group=members,
-        virtual=isinstance(group, VirtualRanks),
-        device=device,
-        timeout_s=timeout_s,
-        allocate=allocate,
-    )
-    session.start()
-    return session
 
 
 def _nothing() -> None:
@@ -453,7 +422,17 @@ def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | N
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return _aligned(tensor if tensor.stride(-1) == 1 else tensor.contiguous())
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy that begins where kernels are told that every tensor begins."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def _no_memory(columns: int, dtype: torch.dtype) -> Tensor:
+    """One row."""
+    return torch.empty(1, columns, dtype=dtype, device="meta")
 
 
 def _require_ids(topk_ids: Tensor, num_experts: int) -> None:

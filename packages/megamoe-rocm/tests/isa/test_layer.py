@@ -44,9 +44,10 @@ def layers(toolchain: None) -> ModuleType:
 def emulated(layers: ModuleType, *, seed: int, programs=None, resident: int | None = None, **changes):
     """A layer whose ranks' workspaces are in the interpreter, and the device."""
     from megamoe_rocm.isa.device import Device
+    from megamoe_rocm.kernels.launch import GFX950
     from megamoe_rocm.kernels.workspace import RankMemory
 
-    layer = layers.Layer(problem=layers.problem(**changes), polls=1_000_000)
+    layer = layers.Layer(problem=layers.problem(**changes), patience=1_000_000, target=GFX950)
     ranks = layer.problem.ep_size
     device = Device(num_ranks=ranks, seed=seed, programs=programs or shared_programs(), max_resident=resident)
     layout = layer.memory[0].layout
@@ -183,9 +184,9 @@ def _is_plain(program: Program) -> bool:
 
 
 def test_a_kernel_without_its_flag_is_a_deadlock_or_a_time_out(layers: ModuleType) -> None:
-    """A rank that never publishes its counts: the others wait, as often as they are told to, and say so."""
+    """A rank that never publishes its counts: the others wait as long as they are told to, or until it gives up."""
     layer, device = emulated(layers, seed=8)
-    layer.polls = 40
+    layer.patience = 40
     inputs = layers.random_inputs(layer.problem, (8, 8))
     _, launches = layer.launches(inputs)
     launches[1] = [launch for launch in launches[1] if launch.kernel.__name__ != "push_entries"]
@@ -193,4 +194,4 @@ def test_a_kernel_without_its_flag_is_a_deadlock_or_a_time_out(layers: ModuleTyp
         device.run(launches, max_steps=MAX_STEPS)
     except (DeadlockError, ExecutionFault) as error:
         pytest.fail(f"the wait has no end: {error}")
-    assert layer.memory[0].words("status").tolist()[:3] == [1, 0, 1]  # timed out: rank 0, waiting for rank 1
+    assert layer.memory[0].words("status").tolist()[:3] in ([1, 0, 1], [2, 0, 1])  # rank 0, waiting for rank 1

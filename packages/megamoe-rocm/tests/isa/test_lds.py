@@ -78,6 +78,15 @@ def test_pairs_of_accesses() -> None:
     assert [int(wave.v[at, 63]) for at in range(4, 8)] == [163, 263, 163, 263]
 
 
+def test_a_pair_may_be_read_over_its_own_address() -> None:
+    wave = lone_wave()
+    wave.v[1] = LANE * 8
+    wave.v[2], wave.v[3] = LANE + 100, LANE + 200
+    run(wave, "ds_write2_b32 v1, v2, v3 offset0:0 offset1:1", "ds_read2_b32 v[1:2], v1 offset0:0 offset1:1", DONE)
+    np.testing.assert_array_equal(wave.v[1], LANE + 100)
+    np.testing.assert_array_equal(wave.v[2], LANE + 200)
+
+
 def test_only_active_lanes_read_and_write() -> None:
     wave = lone_wave()
     wave.v[1] = LANE * 4

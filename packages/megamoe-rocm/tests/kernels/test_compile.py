@@ -14,7 +14,7 @@ from megamoe.problem import MoEProblem
 from megamoe_rocm.aot import CodeObject, compile_kernel, find_fences, peer_stores
 from megamoe_rocm.aot.inspection import is_scaled_mfma, main_loop
 from megamoe_rocm.heuristics import TileConfig, buckets, config_of
-from megamoe_rocm.kernels.launch import CallTensors, Launch, RankCall, stage1_parameters
+from megamoe_rocm.kernels.launch import GFX950, CallTensors, Launch, RankCall, stage1_parameters
 from megamoe_rocm.kernels.signature import options, parameters
 from megamoe_rocm.kernels.workspace import RankMemory, kernel_workspace
 
@@ -51,7 +51,8 @@ def launches(tile: TileConfig, quant: str, transport: str) -> dict[str, Launch]:
         peers=torch.zeros(2, dtype=torch.int64),
         stage1_parameters=stage1_parameters(problem, 0, memory),
         num_programs=1,
-        polls=1,
+        patience=1,
+        target=GFX950,
     )
     byte = torch.zeros(1, dtype=torch.uint8)
     tensors = CallTensors(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe_rocm.kernels.flags import STATUS_WORDS, arrive, call_epoch, wait_for_ranks
+from megamoe_rocm.kernels.flags import STATUS_WORDS, arrive, call_epoch, publish, wait_for_ranks
 from megamoe_rocm.kernels.numerics import bf16_bits, bf16_to_float, decode_e4m3, scale_value
 
 COMBINE = tl.constexpr(6)  # place in launch.PHASES
@@ -18,10 +18,13 @@ def combine_rows(
     topk_ids,
     combine,
     rank_finished,
+    abort,
     launch_counters,
     epoch,
     status,
     report,
+    peers,
+    abort_offset,
     device_num_tokens,
     rank,
     ep_size,
@@ -33,28 +36,31 @@ def combine_rows(
     combine_row_bytes,
     launch_words,
     join,
-    polls,
+    patience,
     FP8_TRANSPORT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
     WAVES: tl.constexpr,
     LANES: tl.constexpr,
+    CLOCK: tl.constexpr,
 ):
     """`out[t] = bf16(((0 + row of slot 0) + row of slot 1) + ...)`; a program takes `ROWS` tokens, `COLUMNS` columns.
 
     Slots without an expert add exactly 0, whatever their bytes are. Rows of `out` from `device_num_tokens` on get
     zeros. After a time-out all rows get NaN. The last program to arrive ends the call: it advances `epoch`, and tells
-    the host of a time-out.
+    the host and the other ranks of a time-out, so that they need not wait for theirs.
 
     Args:
         out: `[num_rows, H]` BF16, contiguous.
         combine: `[top_k, capacity, combine_row_bytes]` of this rank.
-        rank_finished: `[ep_size]` flags.
+        rank_finished, abort: `[ep_size]` flags.
+        peers: `[ep_size]` int64, base address of each rank's symmetric memory.
+        abort_offset: bytes from there to `abort`.
         report: `[STATUS_WORDS]` int32 that the host can read; receives `status` after a time-out.
     """
     call = call_epoch(epoch)
-    wait_for_ranks(rank_finished, call, ep_size, polls, status, rank, COMBINE, RANKS)
+    wait_for_ranks(rank_finished, abort, call, ep_size, patience, status, rank, COMBINE, RANKS, CLOCK)
 
     num_tokens = tl.minimum(tl.load(device_num_tokens), num_rows)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -83,3 +89,4 @@ def combine_rows(
         if tl.load(status, volatile=True) != 0:
             word = tl.arange(0, STATUS_WORDS)
             tl.store(report + word, tl.load(status + word, volatile=True))
+            publish(peers, rank, ep_size, abort_offset, call, RANKS)

@@ -14,9 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Words of the `status` array: whether a wait has timed out, then rank, peer, phase, epoch, index, and the values that
-# were found and waited for.
+# Words of the `status` array: why a wait has given up, then rank, peer, phase, epoch, index, and the values that were
+# found and waited for.
 STATUS_WORDS = tl.constexpr(8)
+TIMED_OUT = tl.constexpr(1)
+PEER_GAVE_UP = tl.constexpr(2)
 
 
 @triton.jit
@@ -32,9 +34,35 @@ def reached(value, target):
 
 
 @triton.jit
-def give_up(status, rank, peer, phase, epoch, index, value, target):
+def ticks(CLOCK: tl.constexpr):
+    """Units of 1024 ticks of the device's clock, int32 that wraps; 0 where polls are counted instead.
+
+    Triton 3.9's own `memrealtime` waits for another counter than the one that says that the value has arrived.
+    """
+    now = tl.full([], 0, tl.int64)
+    if CLOCK == "memrealtime":
+        now = tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    if CLOCK == "globaltimer":
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    return (now >> 10).to(tl.int32)
+
+
+@triton.jit
+def time_waited(start, num_polls, CLOCK: tl.constexpr):
+    """How long a wait has taken, in what `patience` is given in: units of `ticks`, or polls."""
+    if CLOCK == "polls":
+        waited = num_polls
+    else:
+        waited = ticks(CLOCK) - start
+    return waited
+
+
+@triton.jit
+def give_up(status, why, rank, peer, phase, epoch, index, value, target):
     """Say in `status` what a wait has waited for, unless another wait has given up before."""
-    if tl.atomic_cas(status, 0, 1, sem="relaxed", scope="gpu") == 0:
+    if tl.atomic_cas(status, 0, why, sem="relaxed", scope="gpu") == 0:
         tl.store(status + 1, rank)
         tl.store(status + 2, peer)
         tl.store(status + 3, phase)
@@ -45,37 +73,67 @@ def give_up(status, rank, peer, phase, epoch, index, value, target):
 
 
 @triton.jit
-def wait_for(flag, target, polls, status, rank, phase, epoch, index):
-    """Poll a counter of this rank until it reaches `target`, at most `polls` times; then give up; `status` says so.
+def wait_for(flag, target, patience, status, rank, phase, epoch, index, CLOCK: tl.constexpr):
+    """Poll a counter of this rank until it reaches `target`, as long as `patience`; then give up; `status` says so.
 
     Once a wait of this rank has given up, none waits any more, and the rank's results mean nothing: `combine` writes
     NaN. `phase` and `index` are what the time-out's message names.
     """
     value = tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
-    left = tl.where(tl.load(status, volatile=True) == 0, polls, 0)
-    while (reached(value, target) == 0) & (left > 0):
+    limit = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
+    start = ticks(CLOCK)
+    num_polls = 0
+    while (reached(value, target) == 0) & (time_waited(start, num_polls, CLOCK) < limit):
         value = tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
-        left -= 1
+        num_polls += 1
     if reached(value, target) == 0:
-        give_up(status, rank, rank, phase, epoch, index, value, target)
+        give_up(status, TIMED_OUT, rank, rank, phase, epoch, index, value, target)
 
 
 @triton.jit
-def wait_for_ranks(flags, epoch, ep_size, polls, status, rank, phase, RANKS: tl.constexpr):
-    """Poll the epoch flags of all ranks, `flags` `[ep_size]`, as `wait_for` does, until each has this call's epoch."""
+def wait_for_ranks(
+    flags, abort, epoch, ep_size, patience, status, rank, phase, RANKS: tl.constexpr, CLOCK: tl.constexpr
+):
+    """Poll the epoch flags of all ranks, `flags` `[ep_size]`, as `wait_for` does, until each has this call's epoch.
+
+    Gives up at once where a rank has given this call up: `abort` `[ep_size]` has its epoch.
+    """
     peer = tl.arange(0, RANKS)
     is_rank = peer < ep_size
-    values = tl.atomic_add(flags + peer, tl.zeros([RANKS], tl.int32), mask=is_rank, sem="acquire", scope="sys")
-    num_late = tl.sum((is_rank & (reached(values, epoch) == 0)).to(tl.int32), axis=0)
-    left = tl.where(tl.load(status, volatile=True) == 0, polls, 0)
-    while (num_late > 0) & (left > 0):
-        values = tl.atomic_add(flags + peer, tl.zeros([RANKS], tl.int32), mask=is_rank, sem="acquire", scope="sys")
-        num_late = tl.sum((is_rank & (reached(values, epoch) == 0)).to(tl.int32), axis=0)
-        left -= 1
+    values = acquire_ranks(flags, ep_size, RANKS)
+    has_aborted = is_rank & (tl.load(abort + peer, mask=is_rank, other=0, volatile=True) == epoch)
+    num_late = count_late(values, epoch, ep_size, RANKS)
+    limit = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
+    start = ticks(CLOCK)
+    num_polls = 0
+    while (num_late > 0) & (time_waited(start, num_polls, CLOCK) < limit):
+        values = acquire_ranks(flags, ep_size, RANKS)
+        has_aborted = is_rank & (tl.load(abort + peer, mask=is_rank, other=0, volatile=True) == epoch)
+        num_late = count_late(values, epoch, ep_size, RANKS)
+        limit = tl.where(tl.max(has_aborted.to(tl.int32), axis=0) == 0, limit, 0)
+        num_polls += 1
     if num_late > 0:
-        late = tl.min(tl.where(is_rank & (reached(values, epoch) == 0), peer, RANKS), axis=0)
+        is_late = is_rank & (reached(values, epoch) == 0)
+        late = tl.min(tl.where(is_late, peer, RANKS), axis=0)
+        aborted = tl.min(tl.where(is_late & has_aborted, peer, RANKS), axis=0)
+        why = tl.where(aborted < RANKS, PEER_GAVE_UP, TIMED_OUT)
+        late = tl.minimum(tl.where(aborted < RANKS, aborted, late), RANKS)
         value = tl.sum(tl.where(peer == late, values, 0), axis=0)
-        give_up(status, rank, late, phase, epoch, late, value, epoch)
+        give_up(status, why, rank, late, phase, epoch, late, value, epoch)
+
+
+@triton.jit
+def acquire_ranks(flags, ep_size, RANKS: tl.constexpr):
+    """Values of the epoch flags of all ranks, acquired at system scope; what their ranks stored before is seen."""
+    peer = tl.arange(0, RANKS)
+    return tl.atomic_add(flags + peer, tl.zeros([RANKS], tl.int32), mask=peer < ep_size, sem="acquire", scope="sys")
+
+
+@triton.jit
+def count_late(values, epoch, ep_size, RANKS: tl.constexpr):
+    """How many of the ranks' epoch flags have not reached this call's epoch, int32."""
+    is_rank = tl.arange(0, RANKS) < ep_size
+    return tl.sum((is_rank & (reached(values, epoch) == 0)).to(tl.int32), axis=0)
 
 
 @triton.jit

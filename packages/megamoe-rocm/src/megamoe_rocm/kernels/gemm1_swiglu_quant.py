@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 
 from megamoe_rocm.kernels.dispatch import array, parameter, pull_rows
-from megamoe_rocm.kernels.flags import arrive, call_epoch, wait_for, wait_for_ranks
+from megamoe_rocm.kernels.flags import acquire_ranks, arrive, call_epoch, count_late, wait_for
 from megamoe_rocm.kernels.layouts import scale_offset
 from megamoe_rocm.kernels.main_loop import multiply
 from megamoe_rocm.kernels.numerics import quantize_blocks
 from megamoe_rocm.kernels.units import lagging_unit, take_ticket
 
-DISPATCH = tl.constexpr(2)  # places in launch.PHASES
-GEMM1 = tl.constexpr(3)
+GEMM1 = tl.constexpr(3)  # place in launch.PHASES
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def dispatch_gemm1(
     ring_blocks,
     lead_blocks,
     limit,
-    polls,
+    patience,
     FP4: tl.constexpr,
     OAI: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -113,6 +112,7 @@ def dispatch_gemm1(
     UNITS_PER_TICKET: tl.constexpr,
     WAVES: tl.constexpr,
     LANES: tl.constexpr,
+    CLOCK: tl.constexpr,
     WEIGHT_CACHE: tl.constexpr,
     STORE_CACHE: tl.constexpr,
 ):
@@ -131,11 +131,12 @@ def dispatch_gemm1(
         gate_up_tap: `[ring rows, 2I]` FP32; receives the accumulators if TAP.
     """
     call = call_epoch(epoch)
-    wait_for_ranks(counts_published, call, ep_size, polls, status, rank, DISPATCH, RANKS)
+    num_late = count_late(acquire_ranks(counts_published, ep_size, RANKS), call, ep_size, RANKS)
     arrived = rows_arrived + (call & 1) * counter_words + first_block
     tickets = launch_counters + (call & 1) * launch_words + ticket
 
     blocks = tl.minimum(tl.maximum(tl.load(num_blocks) - first_block, 0), ring_blocks)
+    blocks = tl.where(num_late == 0, blocks, 0)  # some are late only where planning has given up
     num_columns = 2 * intermediate_size
     num_tiles = num_columns // BLOCK_N
     CHUNKS: tl.constexpr = BLOCK_M // PULL_ROWS
@@ -165,7 +166,7 @@ def dispatch_gemm1(
                     )
                     arrive(arrived + slot, pulled, WAVES, "gpu", LANES)
             else:
-                wait_for(arrived + slot, num_rows * WAVES, polls, status, rank, GEMM1, call, block)
+                wait_for(arrived + slot, num_rows * WAVES, patience, status, rank, GEMM1, call, block, CLOCK)
                 expert = tl.load(block_table + block * 4).to(tl.int64)
                 first_row = tl.cast(slot, tl.int64) * BLOCK_M
                 row_stride = tl.multiple_of(parameter(stage1_parameters, 11), 16)

@@ -63,6 +63,32 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Target:
+    """What of the kernels' constants is the device's.
+
+    Args:
+        lanes: of a wave.
+        clock: by which waits are timed: "memrealtime", "globaltimer", or "polls" where there is none.
+        units_per_s: units in which waits are timed: 1024 ticks of the clock, or polls.
+    """
+
+    lanes: int
+    clock: str
+    units_per_s: float
+
+    def patience(self, timeout_s: float) -> int:
+        """A time-out in the kernels' units, at least one."""
+        return min(int(timeout_s * self.units_per_s) + 1, 2**31 - 1)
+
+
+GFX950 = Target(lanes=64, clock="memrealtime", units_per_s=100e6 / 1024)
+"""The clock has 100 MHz: AMD's CDNA 3 ISA document, S_MEMREALTIME."""
+SM90 = Target(lanes=32, clock="globaltimer", units_per_s=1e9 / 1024)
+INTERPRETER = Target(lanes=64, clock="polls", units_per_s=5e4)
+"""A poll is a turn of Triton's interpreter, 20 us at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallTensors:
     """One rank's tensors of one call, checked.
 
@@ -167,8 +193,8 @@ class RankCall:
         peers: `[ep_size]` int64 on the device: base addresses of all ranks' workspaces.
         stage1_parameters: made by `stage1_parameters` of the same problem, rank and memory.
         num_programs: programs of a persistent launch; any number gives the same result.
-        polls: how often a wait looks before it gives up.
-        lanes: of a wave: 64 on AMD's GPUs, 32 on NVIDIA's.
+        patience: how long a wait takes before it gives up, in the units of `target`.
+        target: what runs the launches.
     """
 
     problem: MoEProblem
@@ -180,8 +206,8 @@ class RankCall:
     peers: Tensor
     stage1_parameters: Tensor
     num_programs: int
-    polls: int
-    lanes: int = 64
+    patience: int
+    target: Target
 
     def phases(self, call: CallTensors) -> Iterator[list[Launch]]:
         """The launches of one call, in order. Ranks on one stream take turns, phase by phase."""
@@ -254,7 +280,7 @@ class RankCall:
                 "launch_words": launch_words(self.rings),
                 "join": int(LaunchCounter.COUNTED),
             },
-            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "WAVES": WAVES, "LANES": self.lanes},
+            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "WAVES": WAVES, "LANES": self.target.lanes},
         )
 
     def push(self, call: CallTensors) -> Launch:
@@ -280,12 +306,20 @@ class RankCall:
                 "launch_words": launch_words(self.rings),
                 "join": int(LaunchCounter.ROUTED),
             },
-            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "RANKS": RANKS, "WAVES": WAVES, "LANES": self.lanes},
+            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "RANKS": RANKS, "WAVES": WAVES, "LANES": self.target.lanes},
         )
 
     def plan(self) -> Launch:
         """Wait for all counts; cut the rows into blocks."""
-        names = ("counts_published", "route_counts", "first_entries", "block_table", "num_blocks", "receive_counts")
+        names = (
+            "counts_published",
+            "abort",
+            "route_counts",
+            "first_entries",
+            "block_table",
+            "num_blocks",
+            "receive_counts",
+        )
         return Launch(
             kernel=plan_blocks,
             grid=(1,),
@@ -294,9 +328,15 @@ class RankCall:
                 "rank": self.rank,
                 "ep_size": self.problem.ep_size,
                 "num_local_experts": self.problem.num_local_experts,
-                "polls": self.polls,
+                "patience": self.patience,
             },
-            constants={"BLOCK_M": self.tile.block_m, "EXPERTS": EXPERTS, "RANKS": RANKS, "TILE": BLOCKS},
+            constants={
+                "BLOCK_M": self.tile.block_m,
+                "EXPERTS": EXPERTS,
+                "RANKS": RANKS,
+                "TILE": BLOCKS,
+                "CLOCK": self.target.clock,
+            },
         )
 
     def stage1(self, call: CallTensors, index: int) -> Launch:
@@ -328,7 +368,7 @@ class RankCall:
                 "ring_blocks": self.ring.ring_blocks,
                 "lead_blocks": tile.lead_blocks,
                 "limit": float("inf") if limit is None else limit,
-                "polls": self.polls,
+                "patience": self.patience,
             },
             constants={
                 "FP4": self._fp4,
@@ -344,7 +384,8 @@ class RankCall:
                 "RANKS": RANKS,
                 "UNITS_PER_TICKET": tile.units_per_ticket,
                 "WAVES": tile.num_warps,
-                "LANES": self.lanes,
+                "LANES": self.target.lanes,
+                "CLOCK": self.target.clock,
                 "WEIGHT_CACHE": tile.weight_cache,
                 "STORE_CACHE": tile.a2_cache,
             },
@@ -392,7 +433,7 @@ class RankCall:
                 "RANKS": RANKS,
                 "UNITS_PER_TICKET": tile.units_per_ticket,
                 "WAVES": tile.num_warps,
-                "LANES": self.lanes,
+                "LANES": self.target.lanes,
                 "WEIGHT_CACHE": tile.weight_cache,
             },
         )
@@ -408,8 +449,10 @@ class RankCall:
                 "out": call.out,
                 "topk_ids": call.topk_ids,
                 "combine": self.memory.bytes("combine"),
-                **self._words("rank_finished", "launch_counters", "epoch", "status"),
+                **self._words("rank_finished", "abort", "launch_counters", "epoch", "status"),
                 "report": call.report,
+                "peers": self.peers,
+                "abort_offset": self.memory.layout.offset("abort"),
                 "device_num_tokens": call.num_tokens,
                 "rank": self.rank,
                 "ep_size": problem.ep_size,
@@ -421,7 +464,7 @@ class RankCall:
                 "combine_row_bytes": self._row_bytes("combine"),
                 "launch_words": launch_words(self.rings),
                 "join": int(LaunchCounter.COMBINED),
-                "polls": self.polls,
+                "patience": self.patience,
             },
             constants={
                 "FP8_TRANSPORT": self._fp8_transport,
@@ -429,7 +472,8 @@ class RankCall:
                 "COLUMNS": COLUMNS,
                 "RANKS": RANKS,
                 "WAVES": WAVES,
-                "LANES": self.lanes,
+                "LANES": self.target.lanes,
+                "CLOCK": self.target.clock,
             },
         )
 

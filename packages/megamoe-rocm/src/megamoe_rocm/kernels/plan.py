@@ -19,6 +19,7 @@ DISPATCH = tl.constexpr(2)  # place of Phase.DISPATCH in launch.PHASES
 @triton.jit
 def plan_blocks(
     counts_published,
+    abort,
     route_counts,
     first_entries,
     block_table,
@@ -29,16 +30,17 @@ def plan_blocks(
     rank,
     ep_size,
     num_local_experts,
-    polls,
+    patience,
     BLOCK_M: tl.constexpr,
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
     TILE: tl.constexpr,
+    CLOCK: tl.constexpr,
 ):
     """One program.
 
     Args:
-        counts_published: `[ep_size]` int32 flags.
+        counts_published, abort: `[ep_size]` int32 flags.
         route_counts: `[ep_size, num_local_experts]` int32, pushed by the source ranks.
         first_entries: the same shape; receives where an expert's entries begin among a source's.
         block_table: `[max_blocks, BLOCK_WORDS]` int32; receives the blocks.
@@ -47,7 +49,7 @@ def plan_blocks(
         EXPERTS, RANKS, TILE: experts, ranks and blocks handled at a time; RANKS is at least `ep_size`.
     """
     call = call_epoch(epoch)
-    wait_for_ranks(counts_published, call, ep_size, polls, status, rank, DISPATCH, RANKS)
+    wait_for_ranks(counts_published, abort, call, ep_size, patience, status, rank, DISPATCH, RANKS, CLOCK)
 
     src = tl.arange(0, RANKS)
     is_rank = tl.expand_dims(src < ep_size, 0)

@@ -136,7 +136,7 @@ class RankMemory:
     def start(self, last_epoch: int) -> None:
         """Ready the flags for the call after `last_epoch`. All ranks do this and meet before any of them launches."""
         as_int32 = (last_epoch + 2**31) % 2**32 - 2**31
-        for name in ("counts_published", "rank_finished", "epoch"):
+        for name in ("counts_published", "rank_finished", "epoch", "abort"):
             self.words(name).fill_(as_int32)
-        for name in ("abort", "counters", "launch_counters", "route_totals", "dropped_ids", "status"):
+        for name in ("counters", "launch_counters", "route_totals", "dropped_ids", "status"):
             self.words(name).zero_()

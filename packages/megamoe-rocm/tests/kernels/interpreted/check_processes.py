@@ -19,7 +19,7 @@ TOKENS = [(6, 3), (0, 5), (4, 0)]
 
 def run_rank(rank: int, workspaces: list[Tensor], outs: list[list[Tensor]]) -> None:
     """All calls of one rank; the ranks meet in their flags only."""
-    layer = Layer(problem=problem(transport="fp8_blockwise_1x32"), polls=MANY_POLLS)
+    layer = Layer(problem=problem(transport="fp8_blockwise_1x32"), patience=MANY_POLLS)
     layer.memory = [RankMemory(layer.memory[0].layout, workspace) for workspace in workspaces]
     for call in range(CALLS):
         if call % 2 == rank:

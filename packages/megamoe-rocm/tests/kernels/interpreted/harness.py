@@ -20,7 +20,7 @@ from megamoe.schedule.waves import Ring
 from megamoe.tensors import ExpertWeights, make_weights
 from megamoe_rocm import weights as kernel_weights
 from megamoe_rocm.heuristics import TileConfig
-from megamoe_rocm.kernels.launch import CallTensors, Launch, RankCall, stage1_parameters
+from megamoe_rocm.kernels.launch import INTERPRETER, CallTensors, Launch, RankCall, Target, stage1_parameters
 from megamoe_rocm.kernels.workspace import RankMemory, kernel_workspace, ring_of
 
 torch.set_num_threads(1)
@@ -72,7 +72,8 @@ class Layer:
         pool_blocks: blocks that the pool holds; None for all.
         last_epoch: number of the call before the first.
         num_programs: of the persistent launches.
-        polls: of a wait.
+        patience: of a wait, in the target's units.
+        target: what runs the launches.
     """
 
     problem: MoEProblem
@@ -80,7 +81,8 @@ class Layer:
     pool_blocks: int | None = None
     last_epoch: int = 2**32 - 2
     num_programs: int = 2
-    polls: int = 3
+    patience: int = 3
+    target: Target = INTERPRETER
     weights: list[ExpertWeights] = field(init=False)
     prepared: list[Mapping[str, Tensor]] = field(init=False)
     memory: list[RankMemory] = field(init=False)
@@ -111,7 +113,8 @@ class Layer:
             peers=torch.tensor([memory.workspace.data_ptr() for memory in self.memory]),
             stage1_parameters=stage1_parameters(self.problem, rank, self.memory[rank]),
             num_programs=self.num_programs,
-            polls=self.polls,
+            patience=self.patience,
+            target=self.target,
         )
 
     def launches(

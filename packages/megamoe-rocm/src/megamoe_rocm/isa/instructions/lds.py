@@ -144,8 +144,8 @@ def _read(item: Instruction, offsets: list[int], num_bytes: int, form: str) -> S
     def step(wave: Wave) -> None:
         lds, lanes = wave.group.lds, None if wave.full else np.flatnonzero(wave.lanes)
         spans = []
-        for at, offset in enumerate(offsets):
-            addresses = active_addresses(wave, register, offset)
+        where = [active_addresses(wave, register, offset) for offset in offsets]  # before a register is overwritten
+        for at, addresses in enumerate(where):
             lds.check(addresses, num_bytes)
             spans.append(lds.spans(addresses, num_bytes))
             lds.note_read(wave.index, spans[-1])
