@@ -127,6 +127,21 @@ def conformance_rocm(session: nox.Session) -> None:
     step(session, "conformance.sh", "rocm", *arguments)
 
 
+def test_engine(session: nox.Session, engine: str) -> None:
+    """Test an adapter against a serving engine that is installed without its kernels."""
+    install(session, pinned("torch"), "hatchling", "editables")
+    # Versions that suit the engine, not those of ci/constraints.txt: each engine asks for a transformers of its own.
+    session.install("--no-deps", "-r", f"ci/engines/{engine}.txt", env={"PIP_CONSTRAINT": ""})
+    session.install("--no-deps", "--no-build-isolation", "-e", CORE)
+    step(session, "engines.sh", engine, *session.posargs)
+
+
+@nox.session(name="engines-vllm", default=False)
+def engines_vllm(session: nox.Session) -> None:
+    """The adapter for vLLM against the release that it was written for; on a CPU, 3.5 GB of downloads."""
+    test_engine(session, "vllm")
+
+
 @nox.session(name="compile-cuda")
 def compile_cuda(session: nox.Session) -> None:
     """Compile every CUDA kernel for sm_90a, without a GPU; a spill or a count above its budget fails."""

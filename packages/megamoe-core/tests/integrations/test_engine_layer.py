@@ -1,0 +1,176 @@
+"""What the adapters to serving engines share, and how they answer where the engine is missing or another release."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megamoe.errors import BackendUnavailableError, ConfigError, LayoutError
+from megamoe.formats import FP8_128X128
+from megamoe.integrations import vllm as megamoe_vllm
+from megamoe.integrations.engine_layer import EngineLayer, EngineOptions, Unsupported
+from megamoe.integrations.sessions import SessionPool
+from megamoe.problem import MoEProblem
+from megamoe.tensors import Fp8BlockWeights
+
+PROBLEM = MoEProblem(
+    hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, num_max_tokens_per_rank=16, quant="a8w8"
+)
+
+
+def experts(seed: int) -> Fp8BlockWeights:
+    g = torch.Generator().manual_seed(seed)
+    w13 = FP8_128X128.quantize(0.1 * torch.randn(4, 256, 256, generator=g))
+    w2 = FP8_128X128.quantize(0.1 * torch.randn(4, 256, 128, generator=g))
+    assert w13.scales is not None
+    assert w2.scales is not None
+    return Fp8BlockWeights(
+        layout="packed",
+        w13_weight=w13.payload,
+        w13_weight_scale=w13.scales,
+        w2_weight=w2.payload,
+        w2_weight_scale=w2.scales,
+    )
+
+
+@pytest.fixture
+def pool() -> Iterator[SessionPool]:
+    pool = SessionPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def layer(pool: SessionPool) -> EngineLayer:
+    return opened(pool, experts(0))
+
+
+def opened(pool: SessionPool, weights: Fp8BlockWeights) -> EngineLayer:
+    return EngineLayer.open(pool, PROBLEM, weights, backend="reference", device=torch.device("cpu"))
+
+
+def batch(num_tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(7)
+    ids = torch.rand(num_tokens, 4, generator=g).argsort(-1)[:, :2].int()
+    return torch.randn(num_tokens, 256, generator=g).bfloat16(), ids, torch.rand(num_tokens, 2, generator=g)
+
+
+def test_a_layer_is_its_sessions_forward(pool: SessionPool, layer: EngineLayer) -> None:
+    x, ids, weights = batch()
+    expected = layer.session.forward(x, ids, weights, layer.weights)
+    assert torch.equal(layer(x, ids, weights), expected)
+    assert torch.equal(layer(x, ids, weights.bfloat16()), layer(x, ids, weights.bfloat16().float()))
+    assert not layer(x, ids, weights, torch.tensor(4, dtype=torch.int32))[4:].any()
+    assert layer.capacity == 16
+    assert opened(pool, experts(1)).session is layer.session
+    assert pool.problems() == (PROBLEM,)
+
+
+def test_expert_tensors_have_the_names_of_the_checkpoint(layer: EngineLayer) -> None:
+    assert set(layer.expert_tensors()) == {name for name, _ in experts(0).tensors()}
+    assert all(tensor.shape[0] == 4 for tensor in layer.expert_tensors().values())
+
+
+def test_an_engines_parameters_are_read_also_when_their_data_is_exchanged(
+    pool: SessionPool, layer: EngineLayer
+) -> None:
+    x, ids, weights = batch()
+    own = {name: nn.Parameter(tensor.clone(), requires_grad=False) for name, tensor in layer.expert_tensors().items()}
+    reading = layer.reading(own)
+    assert torch.equal(reading(x, ids, weights), layer(x, ids, weights))
+    other = opened(pool, experts(1))
+    for name, tensor in other.expert_tensors().items():
+        own[name].data = tensor
+    assert torch.equal(reading(x, ids, weights), other(x, ids, weights))
+    assert not torch.equal(reading(x, ids, weights), layer(x, ids, weights))
+
+
+@pytest.mark.parametrize("change", ["name", "shape", "dtype", "strides"])
+def test_tensors_that_are_not_the_layers_are_refused(layer: EngineLayer, change: str) -> None:
+    tensors = layer.expert_tensors()
+    scale, payload = tensors.pop("w2_weight_scale"), tensors["w2_weight"]
+    changed = {
+        "name": {"w2_weight_scale_inv": scale},
+        "shape": {"w2_weight_scale": scale[:3]},
+        "dtype": {"w2_weight_scale": scale.double()},
+        "strides": {"w2_weight_scale": scale, "w2_weight": payload.mT.contiguous().mT},
+    }
+    with pytest.raises(LayoutError, match="these tensors are not the layer's"):
+        layer.reading(tensors | changed[change])
+
+
+def test_it_is_one_operator_under_compile(layer: EngineLayer) -> None:
+    compiled = torch.compile(lambda *arguments: layer(*arguments), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*batch()), layer(*batch()))
+
+
+def test_options_are_checked() -> None:
+    options = EngineOptions(unsupported="engine")
+    assert options.unsupported is Unsupported.ENGINE
+    for wrong in ({"unsupported": "eager"}, {"transport": "fp4"}):
+        with pytest.raises(ConfigError, match="unknown option"):
+            EngineOptions(**wrong)
+
+
+def test_the_reference_is_no_backend_for_a_gpu(pool: SessionPool) -> None:
+    with pytest.raises(BackendUnavailableError, match="the reference backend computes on CPU"):
+        EngineLayer.open(pool, PROBLEM, experts(0), backend="reference", device=torch.device("cuda"))
+
+
+# -- vLLM, where it is not installed or another release ----------------------------------------------------------------
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    """As if this release of vLLM was there, or none."""
+
+    def answer(distribution: str) -> str:
+        assert distribution == "vllm"
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return version
+
+    monkeypatch.setattr("megamoe.integrations.versions.version", answer)
+
+
+@pytest.mark.parametrize(
+    ("version", "complaint"),
+    [
+        (None, "vllm is not installed; expected vllm>=0.33,<0.34"),
+        ("0.32.1", "got vllm 0.32.1; expected vllm>=0.33,<0.34"),
+        ("0.34.0rc1", "got vllm 0.34.0rc1"),
+        ("1.0", "got vllm 1.0"),
+    ],
+)
+def test_another_vllm_is_refused_by_name(
+    version: str | None, complaint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The entry point says so in the log: what it raised would keep vLLM from starting any model."""
+    installed(monkeypatch, version)
+    with pytest.raises(ConfigError, match=r'pip install "megamoe-core\[vllm\]"') as error:
+        megamoe_vllm.register()
+    assert complaint in str(error.value)
+    with caplog.at_level(logging.WARNING, logger="megamoe"):
+        megamoe_vllm.plugin()
+    assert f"--quantization megamoe is not available in vLLM: {error.value}" in caplog.text
+
+
+def test_extras_and_entry_points_are_those_of_the_adapter() -> None:
+    required = importlib.metadata.requires("megamoe-core") or []
+    assert any(line.split(";")[0].replace(" ", "") == "vllm<0.34,>=0.33" for line in required), required
+    assert megamoe_vllm.SUPPORTED == ">=0.33,<0.34"
+    (entry,) = (e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "megamoe")
+    assert entry.load() is megamoe_vllm.plugin
+
+
+def test_loading_the_plugin_imports_no_engine() -> None:
+    code = (
+        "import sys; from megamoe.integrations import vllm; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
