@@ -113,11 +113,10 @@ def wait_for_ranks(
         limit = tl.where(tl.max(has_aborted.to(tl.int32), axis=0) == 0, limit, 0)
         num_polls += 1
     if num_late > 0:
-        is_late = is_rank & (reached(values, epoch) == 0)
-        late = tl.min(tl.where(is_late, peer, RANKS), axis=0)
-        aborted = tl.min(tl.where(is_late & has_aborted, peer, RANKS), axis=0)
+        late = tl.min(tl.where(is_rank & (reached(values, epoch) == 0), peer, RANKS), axis=0)
+        aborted = tl.min(tl.where(has_aborted, peer, RANKS), axis=0)
         why = tl.where(aborted < RANKS, PEER_GAVE_UP, TIMED_OUT)
-        late = tl.minimum(tl.where(aborted < RANKS, aborted, late), RANKS)
+        late = tl.where(aborted < RANKS, aborted, late)
         value = tl.sum(tl.where(peer == late, values, 0), axis=0)
         give_up(status, why, rank, late, phase, epoch, late, value, epoch)
 
