@@ -11,7 +11,7 @@
 Import layers, each free to import only those before it:
 
     errors, env, problem, schedule, formats  ->  stages, layouts, symm  ->  tensors, backend, registry,
-    expert_map  ->  reference, ops, launch, testing, bench, checkpoint, integrations, cli
+    expert_map, shared_experts, meter  ->  reference, ops, launch, testing, bench, checkpoint, integrations, cli
 """
 
 from megamoe._version import __version__

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megamoe.errors import CapacityError, InputError, SessionError, UnsupportedProblemError
+from megamoe.errors import CapacityError, ConfigError, InputError, SessionError, UnsupportedProblemError
 from megamoe.formats import Quantized
 from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.device_spec import DeviceSpec
@@ -183,7 +183,16 @@ class Backend(ABC):
         """What the backend claims, whatever the machine. Every claim is tested by the conformance matrix."""
 
     def supports(self, problem: MoEProblem) -> Verdict:
-        """Whether the backend can run `problem`, with the first reason against it. Pure: needs no hardware."""
+        """Whether the backend can run `problem`, with the first reason against it. Pure: needs no hardware.
+
+        Raises:
+            ConfigError: it is no `MoEProblem`.
+        """
+        if not isinstance(problem, MoEProblem):
+            raise ConfigError(
+                "this is no problem to plan", got=type(problem).__name__, expected="a megamoe.MoEProblem",
+                hint="MoEProblem(hidden_size=..., intermediate_size=..., num_experts=..., top_k=..., ...)",
+            )  # fmt: skip
         verdict = missing_capability(problem, self.capabilities())
         return verdict if not verdict.ok else self.check_limits(problem)
 
@@ -214,7 +223,7 @@ class Backend(ABC):
 
         Raises:
             UnsupportedProblemError: the problem is outside `supports()`.
-            ConfigError: no configuration of that name fits.
+            ConfigError: no configuration of that name fits, or `problem` is no `MoEProblem`.
         """
 
     @abstractmethod

@@ -167,6 +167,18 @@ def test_a_tensor_in_two_files(file: Path) -> None:
     _expect(file.parent, "is in two files", "other.safetensors", file.name)
 
 
+def test_two_checkpoints_that_both_hold_the_layer(file: Path) -> None:
+    """Of other names, so that no tensor is there twice: neither is taken without a word."""
+    stacked = {f"{PREFIX}.gate_up_proj": torch.ones(E, 2 * INTER, H, dtype=torch.bfloat16)}
+    elsewhere = {name.replace("model.", "language_model."): tensor for name, tensor in _tensors().items()}
+    mixtral = {"model.layers.0.block_sparse_moe.experts.0.w1.weight": torch.ones(INTER, H, dtype=torch.bfloat16)}
+    for other in (stacked, elsewhere, mixtral):
+        path = file.with_name("other.safetensors")
+        save_file(other, path)
+        _expect(file.parent, "layer 0 is there several times", "one ", "model.layers.0.mlp")
+        path.unlink()
+
+
 def test_experts_that_the_layer_does_not_have(file: Path) -> None:
     layer = find_layer(TensorFiles.find([file]), 0)
     for experts in (range(0), range(1, 3), range(-1, 1)):

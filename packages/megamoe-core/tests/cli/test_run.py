@@ -130,6 +130,10 @@ BAD_INPUT = [
     pytest.param(["--transport", "pigeon"], "unknown transport", id="transport"),
     pytest.param(["--tokens", "many"], "--tokens", id="tokens"),
     pytest.param(["--tokens", "1,2,3"], "--tokens", id="tokens per rank"),
+    pytest.param(
+        ["--tokens", 10**15], "num_max_tokens_per_rank * top_k is above", id="more tokens than can be counted"
+    ),
+    pytest.param(["--tokens", 10**9 // 2], "these tokens do not fit in memory", id="more tokens than fit in memory"),
     pytest.param(["--routing", "nowhere"], "unknown routing", id="routing"),
     pytest.param(["--routing", "zipf:x"], "Zipf", id="zipf"),
     pytest.param(["--routing", "ep8-equivalent", "--tokens", "1"], "ep8-equivalent", id="ep8-equivalent"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,20 +76,22 @@ def find_layer(files: TensorFiles, layer: int) -> LayerCheckpoint:
     """Find out in which naming `files` hold layer `layer`, and its sizes.
 
     Raises:
-        CheckpointError: no naming fits; the message lists what was looked for and which MoE layers are there.
+        CheckpointError: no naming fits; the message lists what was looked for and which MoE layers are there. Or the
+            files hold the layer more than once.
     """
     names = [name for name in files.where if f"layers.{layer}." in name]
-    for naming in NAMINGS:
-        prefix = naming.find(names, layer)
-        if prefix is not None:
-            # A large model has tens of thousands of tensors; ranks are sent the names of this layer's only.
-            files = replace(files, where={name: files.where[name] for name in names})
-            with files.open() as reader:
-                stored = naming.describe(reader, prefix, files.config)
-            limit = files.config.get("swiglu_limit")
-            if stored.swiglu_limit is None and isinstance(limit, int | float) and limit > 0:
-                stored = replace(stored, swiglu_limit=float(limit))
-            return LayerCheckpoint(files=files, stored=stored)
+    fits = [(naming, prefix) for naming in NAMINGS if (prefix := naming.find(names, layer)) is not None]
+    if fits:
+        _require_one_layer(fits, layer)
+        naming, prefix = fits[0]
+        # A large model has tens of thousands of tensors; ranks are sent the names of this layer's only.
+        files = replace(files, where={name: files.where[name] for name in names})
+        with files.open() as reader:
+            stored = naming.describe(reader, prefix, files.config)
+        limit = files.config.get("swiglu_limit")
+        if stored.swiglu_limit is None and isinstance(limit, int | float) and limit > 0:
+            stored = replace(stored, swiglu_limit=float(limit))
+        return LayerCheckpoint(files=files, stored=stored)
     wanted = "; ".join(f"{naming.looks_for(layer)} ({naming.name})" for naming in NAMINGS)
     there = moe_layers(files)
     raise CheckpointError(
@@ -98,6 +100,19 @@ def find_layer(files: TensorFiles, layer: int) -> LayerCheckpoint:
         expected=f"a tensor like {wanted}",
         hint="name another --layer" if there else "name all files of the checkpoint, or its index file",
     )
+
+
+def _require_one_layer(fits: Sequence[tuple[Naming, str]], layer: int) -> None:
+    """Refuse files that hold the layer twice. Several namings may fit one set of tensors, the general with the special:
+    what tells two sets apart is where they are, and whether each expert has tensors of its own."""
+    sets = {(prefix, naming.one_by_one): naming.name for naming, prefix in fits}
+    if len(sets) > 1:
+        raise CheckpointError(
+            f"layer {layer} is there several times",
+            got=" and ".join(f"{prefix} as {name} stores it" for (prefix, _), name in sorted(sets.items())),
+            expected="one checkpoint",
+            hint="name the files of one checkpoint only",
+        )
 
 
 def moe_layers(files: TensorFiles) -> list[int]:

@@ -85,15 +85,27 @@ class TokenSource:
     layer: LayerCheckpoint | None = None
 
     def call(self, rank: int) -> Call:
-        """BF16 tokens, int64 ids and FP32 weights of one rank."""
+        """BF16 tokens, int64 ids and FP32 weights of one rank.
+
+        Raises:
+            InputError: they do not fit in memory, or a file that can't be read.
+        """
         rng = torch.Generator().manual_seed(self.seed * 1_000_003 + rank)
         first = sum(self.num_tokens[:rank])
         rows = range(first, first + self.num_tokens[rank])
-        if self.file is None:
-            hidden = torch.randn(len(rows), self.problem.hidden_size, generator=rng).bfloat16()
-        else:
-            hidden = self.file.rows("hidden_states", rows).bfloat16()
-        ids, weights = self._route(hidden, rank, rows, rng)
+        try:
+            if self.file is None:
+                hidden = torch.randn(len(rows), self.problem.hidden_size, generator=rng).bfloat16()
+            else:
+                hidden = self.file.rows("hidden_states", rows).bfloat16()
+            ids, weights = self._route(hidden, rank, rows, rng)
+        except (MemoryError, RuntimeError) as error:  # the latter from torch's allocator
+            raise InputError(
+                "these tokens do not fit in memory",
+                got=f"{len(rows)} tokens of {self.problem.hidden_size} columns on rank {rank}: "
+                f"{str(error).splitlines()[0]}",
+                hint="run fewer at a time",
+            ) from error
         return Call(hidden_states=hidden, topk_ids=ids, topk_weights=weights)
 
     def _route(self, hidden: Tensor, rank: int, rows: range, rng: torch.Generator) -> tuple[Tensor, Tensor]:

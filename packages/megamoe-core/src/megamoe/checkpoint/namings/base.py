@@ -56,6 +56,11 @@ class Naming(ABC):
     block: ClassVar[str]  # name of the MoE block within the layer
     marker: ClassVar[str]  # regular expression, after "<block>.", of a tensor that only this naming has
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each expert has tensors of its own."""
+        return self.marker.startswith(r"experts\.\d+")
+
     def pattern(self, layer: str) -> re.Pattern[str]:
         """Names of marker tensors of the layers that the regular expression `layer` matches."""
         block = re.escape(self.block)

@@ -71,6 +71,14 @@ def test_configurations_by_name(workbench: Workbench) -> None:
         workbench.plan(problem, config="no such configuration")
 
 
+@pytest.mark.parametrize("wrong", [None, "a8w8", {"hidden_size": 4096}, 7], ids=repr)
+def test_what_is_no_problem_is_refused(workbench: Workbench, wrong: Any) -> None:
+    """A typed error that names MoEProblem, whoever asks what."""
+    for ask in (workbench.backend.supports, workbench.backend.require, workbench.backend.plan):
+        with pytest.raises(ConfigError, match="expected a megamoe.MoEProblem"):
+            ask(wrong)
+
+
 def test_claims_are_supported(workbench: Workbench) -> None:
     """Every claimed format can be planned for some size: a capability is not just a word."""
     claimed = workbench.backend.capabilities()
