@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 pytest.importorskip("vllm", reason="`nox -s engines-vllm` installs it and runs these")
@@ -40,6 +41,7 @@ from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_confi
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -169,11 +171,11 @@ def test_another_release_is_refused_by_name_and_the_plugin_only_says_so(
 
 
 def model_directory(path: Path, quantization_config: dict[str, Any] | None) -> Path:
-    """A folder that vLLM takes for a Qwen3-MoE checkpoint."""
+    """A folder that vLLM takes for a Qwen3-MoE checkpoint of two layers."""
     described: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16",
         "hidden_size": HIDDEN, "intermediate_size": INTER, "moe_intermediate_size": INTER, "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "num_experts_per_tok": TOP_K, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
         "head_dim": 64, "vocab_size": 64, "max_position_embeddings": 64,
     }  # fmt: skip
     if quantization_config is not None:
@@ -186,9 +188,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 
 def engine_config(path: Path, **arguments: Any) -> Any:
-    return EngineArgs(
-        model=str(path), skip_tokenizer_init=True, load_format="dummy", **arguments
-    ).create_engine_config()
+    return EngineArgs(model=str(path), skip_tokenizer_init=True, **arguments).create_engine_config()
 
 
 def test_it_is_taken_by_one_option_and_never_without(engine: Any, tmp_path: Path) -> None:
@@ -201,6 +201,30 @@ def test_it_is_taken_by_one_option_and_never_without(engine: Any, tmp_path: Path
     assert chosen.quant_config.get_name() == chosen.model_config.quantization == "megamoe"
     assert vars(chosen.quant_config) == vars(default.quant_config)
     assert vllm_moe.read_options(chosen.additional_config).unsupported == "engine"
+
+
+def test_a_checkpoint_is_loaded_whole(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From safetensors by vLLM's own model loader; then each MoE block computes its own experts."""
+    tensors = made.qwen3_moe_tensors()
+    quantised = {name.rpartition(".")[0] for name in tensors if name.endswith("_scale_inv")}
+    left_alone = sorted({name.rpartition(".")[0] for name, tensor in tensors.items() if tensor.dim() == 2} - quantised)
+    directory = model_directory(tmp_path, FP8 | {"modules_to_not_convert": left_alone})
+    save_file(tensors, directory / "model.safetensors")
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # a CPU build of torch has no such thing
+    config = engine_config(directory, quantization="megamoe", enforce_eager=True, max_num_batched_tokens=64)
+    with made.set_current_vllm_config(config):
+        model = get_model(vllm_config=config)
+    blocks = [layer.mlp for layer in model.model.layers]
+    methods = {type(block.experts.routed_experts.quant_method) for block in blocks}
+    assert methods == {vllm_moe.MegaMoEMethod}
+    x, _ = made.tokens(7)
+    for index, block in enumerate(blocks):
+        got = made.run(config, lambda x, _, block=block: block(x), x, x)
+        logits, _ = block.gate(x)
+        weights, ids = block.experts.router.select_experts(x, logits)
+        problem = block.experts.routed_experts.quant_method.problem
+        assert problem.num_max_tokens_per_rank == 64
+        assert torch.equal(got, direct(problem, x, ids, weights, seed=index))
 
 
 @pytest.mark.parametrize(
@@ -271,11 +295,11 @@ def test_a_forward_through_the_runner_is_the_contract(engine: Any, runner: Any) 
     assert ((got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < gate.row_rel_l2
 
 
-def direct(problem: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """What a session of one rank gives, without vLLM."""
+def direct(problem: Any, x: Tensor, ids: Tensor, weights: Tensor, seed: int = 0) -> Tensor:
+    """What a session of one rank gives, without vLLM, for the experts of `checkpoint(seed)`."""
     backend = ReferenceBackend()
     with backend.open(backend.plan(replace(problem, ep_size=1))) as session:
-        prepared = session.prepare(made.stored(made.checkpoint()))
+        prepared = session.prepare(made.stored(made.checkpoint(seed)))
         result: Tensor = session.forward(x, ids, weights, prepared)
     return result
 

@@ -42,6 +42,28 @@ def checkpoint(seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
+def qwen3_moe_tensors(num_layers: int = 2) -> dict[str, Tensor]:
+    """A whole model of the shape that the tests' config.json describes; layer l has the experts of `checkpoint(l)`."""
+    g = torch.Generator().manual_seed(9)
+
+    def random(*shape: int) -> Tensor:
+        return (0.1 * torch.randn(shape, generator=g)).bfloat16()
+
+    tensors = {"model.embed_tokens.weight": random(64, HIDDEN), "lm_head.weight": random(64, HIDDEN)}
+    tensors["model.norm.weight"] = random(HIDDEN)
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes = {"q_proj": (128, HIDDEN), "k_proj": (128, HIDDEN), "v_proj": (128, HIDDEN), "o_proj": (HIDDEN, 128)}
+        shapes |= {"q_norm": (64,), "k_norm": (64,)}
+        tensors |= {f"{prefix}.self_attn.{name}.weight": random(*shape) for name, shape in shapes.items()}
+        tensors |= {
+            f"{prefix}.{name}.weight": random(HIDDEN) for name in ("input_layernorm", "post_attention_layernorm")
+        }
+        tensors[f"{prefix}.mlp.gate.weight"] = random(EXPERTS, HIDDEN)
+        tensors |= {f"{prefix}.mlp.experts.{name}": tensor for name, tensor in checkpoint(layer).items()}
+    return tensors
+
+
 def stored(tensors: Mapping[str, Tensor]) -> Fp8BlockWeights:
     """All experts of a checkpoint as MegaMoE takes them, put together here and not by vLLM."""
 
