@@ -35,7 +35,6 @@ from vllm.model_executor.layers.fused_moe import (
     FusedMoEMethodBase,
     FusedMoEParallelConfig,
     MoEActivation,
-    UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
@@ -255,13 +254,8 @@ def test_parameters_are_those_of_vllms_own_method(engine: Any) -> None:
         "w2_weight": ((EXPERTS, HIDDEN, INTER), torch.float8_e4m3fn),
         "w2_weight_scale_inv": ((EXPERTS, 2, 1), torch.float32),
     }
-    theirs = torch.nn.Module()
-    method = SimpleNamespace(
-        weight_block_size=[128, 128], moe_block_shape=[128, 128], block_quant=True, weight_scale_refine=None,
-        weight_scale_name="weight_scale_inv", moe=experts.moe_config,
-        quant_config=SimpleNamespace(activation_scheme="dynamic"),
-    )  # fmt: skip
-    fp8.Fp8MoEMethod.create_weights(method, theirs, EXPERTS, HIDDEN, INTER, torch.bfloat16, weight_loader=None)
+    theirs = made.build(engine, quant_config=fp8.Fp8Config(weight_block_size=[128, 128])).routed_experts
+    assert type(theirs.quant_method) is fp8.Fp8MoEMethod
     assert {name: (tuple(p.shape), p.dtype) for name, p in theirs.named_parameters()} == described
     for name, parameter in theirs.named_parameters():
         own = getattr(experts, name)
@@ -554,19 +548,14 @@ def test_every_reason_is_named(engine: Any) -> None:
         made.build(engine, has_bias=True, apply_router_weight_on_input=True)
 
 
-def test_on_request_vllms_own_experts_run_instead(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    chosen = []
-    monkeypatch.setattr(
-        fp8, "Fp8MoEMethod", lambda config, layer: chosen.append(layer) or UnquantizedFusedMoEMethod(layer.moe_config)
-    )
+def test_on_request_vllms_own_experts_run_instead(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     config = made.config()
     config.additional_config = {"megamoe": {"unsupported": "engine"}}
     with caplog.at_level(logging.WARNING):
-        made.build(config, has_bias=True)
-    assert len(chosen) == 1
+        runner = made.build(config, has_bias=True)
+    assert type(runner.routed_experts.quant_method) is fp8.Fp8MoEMethod
     assert f"{PREFIX} runs vLLM's own experts, not MegaMoE's" in caplog.text
+    assert "experts with biases" in caplog.text
 
 
 def test_the_cpu_never_computes_for_a_gpu(engine: Any) -> None:
