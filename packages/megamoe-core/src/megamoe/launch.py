@@ -337,7 +337,8 @@ class _HostPickler(pickle.Pickler):
         if not isinstance(obj, Tensor):
             return NotImplemented
         host = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return _tensor, (host.flatten().view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
+        flat = host.as_strided((host.numel(),), (1,))  # contiguous, but a dimension of one element may have any stride
+        return _tensor, (flat.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

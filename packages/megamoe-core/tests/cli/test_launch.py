@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import time
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from megamoe.errors import ConfigError, MegaMoETimeoutError
-from megamoe.launch import RankProcessError, run_ranks, spawn_ranks
+from megamoe.launch import RankProcessError, dumps, run_ranks, spawn_ranks
 
 
 @pytest.fixture
@@ -115,3 +116,20 @@ def test_what_does_not_pickle_is_said_before_and_after(workers: ModuleType) -> N
         run_ranks(lambda context: 1, 1, timeout_s=60)
     with pytest.raises(TypeError, match="pickle.*lock"):
         run_ranks(workers.unpicklable_result, 1, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(4, dtype=torch.int32).view(1, 4)[:, 1],  # one element: contiguous, whatever its stride
+        torch.arange(12, dtype=torch.int16).view(3, 4).T,
+        torch.arange(12.0).view(3, 4)[1:, ::2].to(torch.float8_e4m3fn),
+        torch.tensor(5),
+        torch.empty(3, 0),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}",
+)
+def test_tensors_between_ranks_keep_dtype_shape_and_values(tensor: torch.Tensor) -> None:
+    copy = pickle.loads(dumps(tensor))  # noqa: S301 - just made
+    assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(copy.float(), tensor.float())

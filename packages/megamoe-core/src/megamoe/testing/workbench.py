@@ -72,8 +72,8 @@ class Workbench:
     # -- worlds -----------------------------------------------------------------------------------------------------
 
     def largest_ep(self, most: int) -> int:
-        """The largest EP size that can be run here, up to `most`."""
-        return max((size for size in self.ep_sizes if size <= most), default=min(self.ep_sizes))
+        """The largest EP size that is to be run, up to `most`; 1 where all are larger, for tests of a single rank."""
+        return max((size for size in self.ep_sizes if size <= most), default=1)
 
     def world(self, ep_size: int) -> World:
         """Ranks that all tests of this EP size share: to start eight processes takes longer than most tests."""
