@@ -142,6 +142,12 @@ def engines_vllm(session: nox.Session) -> None:
     test_engine(session, "vllm")
 
 
+@nox.session(name="engines-sglang", default=False)
+def engines_sglang(session: nox.Session) -> None:
+    """The adapter for SGLang against the release that it was written for; on a CPU, 2.5 GB once installed."""
+    test_engine(session, "sglang")
+
+
 @nox.session(name="compile-cuda")
 def compile_cuda(session: nox.Session) -> None:
     """Compile every CUDA kernel for sm_90a, without a GPU; a spill or a count above its budget fails."""

@@ -75,7 +75,7 @@ def choose_runner(options: EngineOptions, server_args: Any, previous: Callable[[
 
 
 def choose_mode(options: EngineOptions, server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Resolution step `handle_a2a_moe`: where SGLang settles who moves the tokens, after other steps have had their say.
+    """Resolution step `handle_a2a_moe`: SGLang settles who moves the tokens, after other steps have had their say.
 
     Raises:
         BackendError, ConfigError: as `choose_runner`.
