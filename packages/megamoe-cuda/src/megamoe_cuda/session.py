@@ -6,9 +6,9 @@ by the kernel from device memory (the epoch, a device-side `num_tokens`), so a c
 
 Calls of one session are ordered by their stream; to use several streams, order them with events. Two sessions may be
 open side by side, but the launches of both must come in the same order on every rank: each takes all of the plan's SMs
-at once and holds them until its peers have done their part. The same holds for any other kernel that waits for peers, such
-as a collective on a side stream: where it runs on one rank and is queued behind the call on another, both wait until the
-time-out. A plan with fewer SMs (`device.num_sms`) leaves room for it.
+at once and holds them until its peers have done their part. The same holds for any other kernel that waits for peers,
+such as a collective on a side stream: where it runs on one rank and is queued behind the call on another, both wait
+until the time-out. A plan with fewer SMs (`device.num_sms`) leaves room for it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from megamoe.backend import VirtualRanks
 from megamoe.errors import MegaMoEError
 from megamoe.problem import MoEProblem, Transport
 from megamoe.reference.staged import staged
-from megamoe.testing.data import make_weights, shard
+from megamoe.tensors import ExpertWeights
+from megamoe.testing.data import make_weights, shard, with_tensors
 from megamoe.testing.tolerances import rel_l2, staged_bounds
 from megamoe_cuda import backend
 from megamoe_cuda.aot import builds
@@ -107,8 +108,8 @@ MUTATIONS = (
     Mutation(
         name="-1 taken for an expert",
         file="roles/route.cuh",
-        old="const bool valid = id >= 0 &&",
-        new="const bool valid = id >= -1 &&",
+        old="return valid ? static_cast<uint32_t>(id) : kNoExpert;",
+        new="return valid ? static_cast<uint32_t>(id) : 0;",
     ),
     Mutation(
         name="counters not cleared",
@@ -178,6 +179,7 @@ class Case:
     problem: MoEProblem
     num_tokens: int
     hot_rank: bool = False  # all picks on the last rank: its ring wraps
+    flat_rows: bool = False  # every column of a pick's row is 1.9: a transport scale that is too small cuts it to 1.75
 
 
 def cases() -> Iterator[Case]:
@@ -186,6 +188,7 @@ def cases() -> Iterator[Case]:
         problem = MoEProblem(**sizes, num_max_tokens_per_rank=1200, transport=transport, swiglu_limit=1.5)
         yield Case(problem=problem, num_tokens=100)
         yield Case(problem=problem, num_tokens=1200, hot_rank=True)
+        yield Case(problem=problem, num_tokens=100, flat_rows=True)
 
 
 def inputs(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -202,11 +205,35 @@ def inputs(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return hidden.bfloat16().cuda(), ids.cuda(), torch.rand(ids.shape, generator=rng).cuda() - 0.3
 
 
+def flat_w2(weights: ExpertWeights) -> ExpertWeights:
+    """The same, but all of w2 is 0.02."""
+    tensors = dict(weights.tensors())
+    ones = torch.ones_like(tensors["w2_weight"].float()).to(torch.float8_e4m3fn)
+    scale = torch.full_like(tensors["w2_weight_scale"], 0.02)
+    return with_tensors(weights, tensors | {"w2_weight": ones, "w2_weight_scale": scale})
+
+
+def one_flat_pick(
+    problem: MoEProblem, hidden: list[torch.Tensor], ids: list[torch.Tensor], weights: list[ExpertWeights]
+) -> list[torch.Tensor]:
+    """Leaves each token its first pick; returns router weights that make its row 1.9 in every column."""
+    for each in ids:
+        each[:, 1:] = -1
+    with torch.device("cuda"):
+        ones = [torch.ones(each.shape) for each in ids]
+        outputs = staged(replace(problem, transport=Transport.BF16), hidden, ids, ones, weights).outputs
+    values = [y[:, :1].float() for y in outputs]
+    return [torch.where(v == 0, 0.0, 1.9 / v).expand(each.shape).contiguous() for v, each in zip(values, ids)]
+
+
 def fault_in(case: Case) -> str | None:
     """What a comparison finds wrong with the kernel, or None."""
     problem = case.problem
-    weights = shard(make_weights(problem, torch.device("cuda")), problem.ep_size)
+    whole = make_weights(problem, torch.device("cuda"))
+    weights = shard(flat_w2(whole) if case.flat_rows else whole, problem.ep_size)
     hidden, ids, router = (list(part) for part in zip(*(inputs(case, rank) for rank in range(problem.ep_size))))
+    if case.flat_rows:
+        router = one_flat_pick(problem, hidden, ids, weights)
     with torch.device("cuda"):
         expected = torch.cat(staged(problem, hidden, ids, router, weights).outputs).float()
     cuda = backend.CudaBackend()

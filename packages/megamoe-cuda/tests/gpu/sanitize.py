@@ -3,27 +3,31 @@
     python sanitize.py compile                                                            # first: not under the tool
     compute-sanitizer --tool memcheck --kernel-name kns=sm90_mega_moe python sanitize.py
 
-Two virtual ranks, both tiles, both transports, a ring that wraps, several routers; results are held to the staged
-reference. Exit 1 where a call fails or is wrong.
+Two virtual ranks of 8 CTAs, so that each CTA runs many tiles; every tile shape, both transports, a ring that wraps,
+several routers. Results are held to the staged reference. Exit 1 where a call fails or is wrong.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from megamoe.backend import VirtualRanks
 from megamoe.problem import MoEProblem, Transport
 from megamoe.reference.staged import staged
+from megamoe.schedule.device_spec import H200
 from megamoe.testing.data import make_weights, shard
 from megamoe.testing.tolerances import rel_l2, staged_bounds
 from megamoe_cuda import backend
-from megamoe_cuda.heuristics import TILES, session_config
+from megamoe_cuda.aot import builds
+from megamoe_cuda.heuristics import TILES
 from megamoe_cuda.jit.store import load_or_compile
 
 TIMEOUT_S = 100.0
+DEVICE = replace(H200, num_sms=16)
 TOKENS = (7, 600)
 
 
@@ -52,9 +56,8 @@ def inputs(problem: MoEProblem, num_tokens: int, rank: int) -> tuple[torch.Tenso
 def compile_all() -> None:
     for problem in problems():
         for name in TILES:
-            config = session_config(problem, name)
-            for tile in config.tiles:
-                load_or_compile(config.kernel(problem, tile, num_virtual_ranks=2, ctas_per_rank=66))
+            for build in builds(problem, config=name, virtual=True, num_sms=DEVICE.num_sms):
+                load_or_compile(build.kernel)
 
 
 def run() -> bool:
@@ -63,7 +66,7 @@ def run() -> bool:
     for problem in problems():
         shares = shard(make_weights(problem, torch.device("cuda")), problem.ep_size)
         for name in TILES:
-            with cuda.open(cuda.plan(problem, config=name), VirtualRanks(), timeout_s=TIMEOUT_S) as session:
+            with cuda.open(cuda.plan(problem, DEVICE, config=name), VirtualRanks(), timeout_s=TIMEOUT_S) as session:
                 weights = [session.prepare(share) for share in shares]
                 for num_tokens in TOKENS:
                     arguments = [inputs(problem, num_tokens, rank) for rank in range(2)]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megamoe import ops
 from megamoe.problem import MoEProblem, QuantMode
+from megamoe.tensors import ExpertWeights
 from megamoe.testing.data import make_weights, with_tensors
 from megamoe.testing.tolerances import ORACLE_GATES
 from megamoe_cuda.backend import CudaBackend
@@ -44,9 +45,7 @@ class Stack:
         self.session = BACKEND.open(BACKEND.plan(problem))
         self.session.warmup()
         whole = make_weights(problem, DEVICE, seed=0)
-        tensors = dict(whole.tensors())
-        shares = [with_tensors(whole, {n: t.roll(layer, 0) for n, t in tensors.items()}) for layer in range(NUM_LAYERS)]
-        self.weights = [self.session.prepare(share) for share in shares]
+        self.weights = [self.session.prepare(rolled(whole, layer)) for layer in range(NUM_LAYERS)]
         self.handle = ops.register(self.session)
         self.flat = [ops.flatten_weights(weights) for weights in self.weights]
 
@@ -59,6 +58,12 @@ class Stack:
         for weights in self.weights:
             x = x + self.session.forward(x, ids, router, weights, num_tokens=num_tokens)
         return x
+
+
+def rolled(weights: ExpertWeights, by: int) -> ExpertWeights:
+    """Other experts at every place."""
+    rolled = {name: tensor.view(torch.uint8).roll(by, 0).view(tensor.dtype) for name, tensor in weights.tensors()}
+    return with_tensors(weights, rolled)
 
 
 @pytest.fixture(scope="module")
