@@ -87,6 +87,7 @@ class Rank:
             OURS, num_max_tokens_per_rank=options.size.prompt, keep_parameters=True
         )
         self.unfused = {f"unfused, {dispatch}": dispatch for dispatch in Dispatch}
+        self._captured: list[Callable[[], None]] = []
         self._enter_all()
 
     def _enter_all(self) -> None:
@@ -213,6 +214,7 @@ class Rank:
         # thread_local: NCCL's watchdog thread may look at its events meanwhile
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             step()
+        self._captured.append(step)  # holds the tensors that the graph reads
         return graph.replay
 
     # -- numbers ---------------------------------------------------------------------------------------------------
