@@ -44,7 +44,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     entry: dict[str, Any] = {"test": report.nodeid.split("::", 1)[-1], "outcome": report.outcome}
     entry["seconds"] = round(report.duration, 3)
-    if report.failed or report.skipped:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        entry["says"] = report.longrepr[2]  # the reason; before it come a file and a line
+    elif report.failed:
         entry["says"] = report.longreprtext[-SAYS:]
     results.append(entry)
     write()
