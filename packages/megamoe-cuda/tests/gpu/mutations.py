@@ -151,8 +151,8 @@ MUTATIONS = (
     Mutation(
         name="a launch behind a failed call takes part",
         file="symm/cta.cuh",
-        old="cta.watchdog().aborted() ? 0 : 1",
-        new="1",
+        old='"r"(aborted ? 0 : 1)',
+        new='"r"(1)',
         after_a_failure=True,
     ),
     Mutation(

@@ -20,9 +20,9 @@ namespace megamoe {
 __device__ __forceinline__ void exchange_routes(const Cta& cta, uint8_t* shared) {
     clear_next_counters(cta);
     stage_input(cta);
-    route_picks(cta, *reinterpret_cast<RouteScratch*>(shared));
+    const bool routed = route_picks(cta, *reinterpret_cast<RouteScratch*>(shared));
     trace(cta, TracePoint::kRouted, threadIdx.x == 0);
-    publish_counts(cta);
+    publish_counts(cta, routed);
 }
 
 // The plan of the counts that the sources sent, if all did and they are possible; an aborted call plans zero rows.

@@ -106,28 +106,30 @@ __device__ __forceinline__ void push_counts(const Cta& cta, const RouteScratch& 
     }
 }
 
-__device__ __forceinline__ void route_picks(const Cta& cta, RouteScratch& scratch) {
+// False, in all threads, if the call was aborted before this CTA had pushed its share.
+__device__ __forceinline__ bool route_picks(const Cta& cta, RouteScratch& scratch) {
     const uint32_t routers = num_routers(cta);
     if (cta.index < cfg::kCtasPerRank - routers) {
         if (threadIdx.x == 0) arrive(cta, Join::kCounted);  // every CTA arrives at every join
-        return;
+        return true;
     }
     const PickRange share = router_share(cta, routers);
     count_picks(cta, scratch, share);
-    if (!claim_ranges(cta, scratch, routers)) return;  // aborted
+    if (!claim_ranges(cta, scratch, routers)) return false;
     find_segments(scratch);
     push_entries(cta, scratch, share);
     if (cta.index == cfg::kCtasPerRank - 1) push_counts(cta, scratch);
     if (routers == 1 && threadIdx.x == 0) arrive(cta, Join::kCounted);
+    return true;
 }
 
 // Tells every owner that this rank's entries, counts and input rows are stored, once all its CTAs are done.
 //
-//   Arrives   all CTAs at Join::kRouted, unless the call was aborted; CTA 0 waits and signals, one lane per owner.
+//   Arrives   all CTAs that did their part (`routed`) at Join::kRouted; CTA 0 waits and signals, one lane per owner.
 //   Signal    counts_published[this rank] at the owner := epoch, st.release.sys. One writer per word.
-__device__ __forceinline__ void publish_counts(const Cta& cta) {
+__device__ __forceinline__ void publish_counts(const Cta& cta, bool routed) {
     __syncthreads();
-    if (threadIdx.x == 0 && !cta.watchdog().aborted()) {  // a CTA that gave up in claim_ranges pushed nothing
+    if (routed && threadIdx.x == 0) {
         ptx::fence_acq_rel_sys();  // the pushes of this CTA went to peers
         arrive(cta, Join::kRouted);
     }

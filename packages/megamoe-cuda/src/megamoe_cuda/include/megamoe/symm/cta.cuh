@@ -45,16 +45,16 @@ static_assert(sizeof(CtaFacts) == cfg::kFactsBytes, "smem_budget.py counts the f
 __device__ __forceinline__ void identify_cta(const KernelArguments& arguments, uint32_t facts_address) {
     const Cta cta(arguments, 0, 0);
     const RankArguments& own = cta.own();
-    // Read by all CTAs before the rank's last grid join, raised by one after it.
+    // The abort flag once per launch: what a CTA does from here on must be the same in all its threads. The epoch is read
+    // by all CTAs before the rank's last grid join, raised by one after it.
+    const bool aborted = cta.watchdog().aborted();
     const uint32_t epoch = ptx::ld_relaxed_gpu(cta.workspace.epoch()) + 1;
     uint32_t tokens = min(own.num_tokens, cfg::kMaxTokens);
     if (own.device_num_tokens != nullptr) {  // never past the caller's tensors
         tokens = min(static_cast<uint32_t>(max(*own.device_num_tokens, 0)), tokens);
     }
     asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(facts_address), "r"(epoch), "r"(tokens) : "memory");
-    // Once per launch: what a CTA does from here on must be the same in all its threads.
-    const uint32_t takes_part = cta.watchdog().aborted() ? 0 : 1;
-    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(facts_address + 8), "r"(takes_part) : "memory");
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(facts_address + 8), "r"(aborted ? 0 : 1) : "memory");
 }
 
 // Whether this launch takes part in the protocol: not after a call that failed, until the session is reset.
