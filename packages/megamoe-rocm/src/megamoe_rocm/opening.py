@@ -15,10 +15,15 @@ from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
 from megamoe.symm import Group, PeerMemory
 from megamoe.symm.agreement import Ranks, agree, check_seats, exchange_seats, take_seat
 from megamoe_rocm import __version__
+from megamoe_rocm.aot.code_object import CodeObject
+from megamoe_rocm.aot.compiler import compile_kernel
+from megamoe_rocm.kernels.launch import Launch
+from megamoe_rocm.kernels.signature import options, parameters
 from megamoe_rocm.probe import TARGET, probe
 from megamoe_rocm.rungs import WHAT, Rung
 from megamoe_rocm.runtime.launcher import InterpretedLauncher, Launcher
 from megamoe_rocm.session import RocmSession
+from megamoe_rocm.symm_mori import MoriGroup
 
 SM90 = (9, 0)
 
@@ -78,11 +83,17 @@ def make_launcher(rung: Rung) -> Launcher:
 
         _require_device(device, rung, torch.cuda.get_device_capability(device) == SM90)
         return NvidiaLauncher(device)
-    from megamoe_rocm.runtime.hip_runtime import HipLauncher
+    from megamoe_rocm.runtime.hip_runtime import HipLauncher, query
 
-    architecture = torch.cuda.get_device_properties(device).gcnArchName  # "gfx950:sramecc+:xnack-"
-    _require_device(device, rung, architecture.split(":")[0] == TARGET)
-    return HipLauncher(device)
+    _require_device(device, rung, query(device.index).target == TARGET)
+    return HipLauncher(device, compile_for_gfx950)
+
+
+def compile_for_gfx950(launch: Launch) -> CodeObject:
+    """The code object of a launch, compiled with the Triton that is installed."""
+    return compile_kernel(
+        launch.kernel, parameters=parameters(launch), constants=launch.constants, options=options(launch)
+    )
 
 
 def _require_device(device: torch.device, rung: Rung, fits: bool) -> None:
@@ -114,9 +125,7 @@ def _provider(
     if ranks is None or isinstance(group, Group):
         return group if isinstance(group, Group) else None
     if rung is Rung.GFX950:
-        from megamoe_rocm.symm_mori import MoriGroup
-
-        return MoriGroup(group, device, heap_bytes=plan.bytes, timeout_s=timeout_s)
+        return MoriGroup(ranks, device, heap_bytes=plan.bytes, timeout_s=timeout_s)
     if rung is Rung.NVIDIA:
         from megamoe.symm.torch_symm import TorchSymmGroup
 
@@ -155,6 +164,8 @@ def _allocate(group: Group | None, size: int, num_bytes: int, device: torch.devi
     """COLLECTIVE. Workspaces of all ranks, `num_bytes` each."""
     if group is not None:
         buffer = group.allocate(num_bytes, timeout_s=timeout_s)
+        if isinstance(group, MoriGroup):
+            return PeerMemory(ranks=buffer.ranks, release=lambda: group.free(buffer))
         return PeerMemory(ranks=buffer.ranks, release=lambda: None)
     try:
         ranks = tuple(torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(size))

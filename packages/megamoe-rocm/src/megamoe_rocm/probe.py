@@ -20,8 +20,8 @@ TARGET = "gfx950"
 FNUZ_TARGETS = ("gfx940", "gfx941", "gfx942")  # MI300: their FP8 is e4m3fnuz, which has other values for the same bits
 
 HIP_RUNTIME = "libamdhip64.so"
-HIP_PYTHON = "hip.hip"
-MORI = "mori.shmem"
+HIP_PYTHON = "hip-python"
+MORI = "amd-mori"
 TORCH_HIP = "torch.version.hip"
 
 
@@ -76,15 +76,23 @@ def library_failures() -> dict[str, str]:
         ctypes.CDLL(HIP_RUNTIME)
     except OSError as error:
         failures[HIP_RUNTIME] = str(error)
-    for module in (HIP_PYTHON, MORI):
+    for library, load in ((HIP_PYTHON, _load_hip_python), (MORI, _load_mori)):
         try:
-            importlib.import_module(module)
+            load()
         except (ImportError, OSError) as error:  # amd-mori raises OSError where ROCm's libraries are missing
-            failures[module] = f"{type(error).__name__}: {error}"
+            failures[library] = f"{type(error).__name__}: {error}"
     version = importlib.import_module("torch.version")
     if getattr(version, "hip", None) is None:
         failures[TORCH_HIP] = f"PyTorch {version.__version__} is built for {'CUDA' if version.cuda else 'the CPU'}"
     return failures
+
+
+def _load_hip_python() -> None:
+    from hip import hip  # noqa: F401  # a module of the package, or since hip-python 10 a name in it
+
+
+def _load_mori() -> None:
+    importlib.import_module("mori.shmem")
 
 
 def probe(rung: Rung) -> Verdict:

@@ -31,7 +31,8 @@ def layer() -> tuple[MoEProblem, list, tuple]:
 def test_a_wait_ends_when_its_time_is_over_and_reset_makes_the_session_usable_again() -> None:
     problem, weights, arguments = layer()
     rocm = RocmBackend()
-    expected = staged(problem, *arguments, weights).outputs
+    with torch.device("cuda", 0):
+        expected = staged(problem, *arguments, weights).outputs
     with rocm.open(rocm.plan(problem), VirtualRanks(), timeout_s=TIMEOUT_S) as session:
         session.warmup()
         prepared = [session.prepare(of_rank) for of_rank in weights]

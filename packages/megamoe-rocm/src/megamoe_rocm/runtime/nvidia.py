@@ -1,8 +1,10 @@
 """The kernels on an NVIDIA GPU, for tests of their logic: real concurrency, flags and stores between GPUs.
 
-Triton compiles them for SM90, where `tl.dot_scaled` is emulated; nothing here says anything about speed or about AMD's
-compiler. Signatures and constants are those of the code objects for gfx950 (kernels/signature.py), but for `LANES`.
-Machine code is kept in the cache directory, so that a process need not compile what another one has.
+Triton compiles them to SM89's instructions, which ptxas then puts on an SM90: for an SM90 Triton would multiply tiles
+of 64 rows and more by wgmma and smaller ones by mma.sync, which round in other places, so that a row's bits would hang
+on the tile. On gfx950 they do not. `tl.dot_scaled` is emulated; nothing here says anything about speed or about AMD's
+compiler. Signatures and constants are those of the code objects for gfx950 (kernels/signature.py), but for `LANES` and
+`CLOCK`. Machine code is kept in the cache directory, so that a process need not compile what another one has.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import os
+import subprocess
 import tempfile
 import zlib
 from collections.abc import Hashable, Iterable
@@ -29,6 +32,7 @@ from megamoe_rocm.kernels.signature import parameters
 from megamoe_rocm.runtime.arguments import ArgumentLayout
 from megamoe_rocm.runtime.launcher import Launcher, kernel_key, refuse_capture
 
+INSTRUCTIONS = 89
 ARCH = 90
 WARP = SM90.lanes
 OLDEST_TRITON = (3, 6)  # whose atomics and scaled dots were looked at
@@ -86,14 +90,14 @@ def compile_for_sm90(launch: Launch, signature: dict[str, Parameter]) -> Cubin:
     )
     try:
         built = triton.compile(
-            source, target=triton.backends.compiler.GPUTarget("cuda", ARCH, WARP), options=_options(launch)
+            source, target=triton.backends.compiler.GPUTarget("cuda", INSTRUCTIONS, WARP), options=_options(launch)
         )
     except Exception as error:  # Triton raises MLIR's, Python's and its own exceptions
         raise BuildError(f"{launch.kernel.__name__} does not compile for sm_{ARCH}", got=error) from error
     if built.metadata.global_scratch_size or built.metadata.profile_scratch_size:
         raise BuildError(f"{launch.kernel.__name__} wants scratch memory, which is not given")
     return Cubin(
-        image=built.asm["cubin"],
+        image=_assemble(built.asm["ptx"]),
         entry=built.metadata.name,
         parameters=tuple((name, signature[name].type) for name in names if name in signature),
         num_warps=built.metadata.num_warps,
@@ -190,6 +194,20 @@ def _triton() -> Any:
     return triton
 
 
+def _assemble(ptx: str) -> bytes:
+    """Machine code for `ARCH`, by Triton's own ptxas."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [get_ptxas(ARCH).path, "--fmad=false", f"--gpu-name=sm_{ARCH}", str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"ptxas can't assemble a kernel for sm_{ARCH}", got=done.stderr[-500:])
+        return target.read_bytes()
+
+
 def _options(launch: Launch) -> dict[str, Any]:
     return {"num_warps": launch.num_warps, "num_stages": CompileOptions().num_stages, "enable_fp_fusion": False}
 
@@ -198,7 +216,7 @@ def _digest(launch: Launch, signature: dict[str, Parameter]) -> str:
     """Of everything that the machine code depends on."""
     identity = {
         "triton": _triton().__version__,
-        "arch": ARCH,
+        "arch": [INSTRUCTIONS, ARCH],
         "kernel": launch.kernel.cache_key,  # Triton's digest of the source and of all that it calls
         "signature": {name: asdict(item) for name, item in signature.items()},
         "constants": {name: str(value) for name, value in launch.constants.items()},

@@ -1,0 +1,179 @@
+"""Code objects on an AMD GPU, through hip-python: what the wheel ships is loaded and launched, nothing is compiled.
+
+Facts, hip-python 10.0.0.0.1.2 (package rocm-bindings-hip, hip.pyi, _hip_helpers.pyx): every function returns a tuple
+whose first entry is its status; `hipModuleLaunchKernel` takes an address as `extra`; HIP_LAUNCH_PARAM_END is 3, not
+CUDA's 0. The runtime adds the hidden arguments behind the explicit ones by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megamoe.errors import BackendUnavailableError
+from megamoe_rocm.aot.code_object import CodeObject
+from megamoe_rocm.aot.errors import CodeObjectError
+from megamoe_rocm.kernels.launch import GFX950, Launch
+from megamoe_rocm.runtime.arguments import ArgumentLayout, offsets
+from megamoe_rocm.runtime.launcher import Launcher, kernel_key, refuse_capture
+
+BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 3  # HIP_LAUNCH_PARAM_…, hip_runtime_api.h
+HIDDEN = "hidden_"  # how the metadata begins the kinds of arguments that the runtime adds
+
+
+@dataclass(frozen=True, kw_only=True)
+class HipDevice:
+    """What the runtime says about a device.
+
+    Args:
+        name: the product's.
+        architecture: instruction set and features, such as `gfx950:sramecc+:xnack-`.
+        num_cus: compute units.
+        lds_bytes: LDS that a workgroup may use.
+    """
+
+    name: str
+    architecture: str
+    num_cus: int
+    lds_bytes: int
+
+    @property
+    def target(self) -> str:
+        """The instruction set alone."""
+        return self.architecture.split(":")[0]
+
+
+def query(index: int) -> HipDevice:
+    """Ask the runtime about device `index`.
+
+    Raises:
+        BackendUnavailableError: hip-python or ROCm is missing, or there is no such device.
+    """
+    hip = _hip()
+    (properties,) = _call(hip, "hipGetDeviceProperties", index)
+    attributes = hip.hipDeviceAttribute_t
+    (lds_bytes,) = _call(hip, "hipDeviceGetAttribute", attributes.hipDeviceAttributeMaxSharedMemoryPerBlock, index)
+    return HipDevice(
+        name=_text(properties.name),
+        architecture=_text(properties.gcnArchName),
+        num_cus=int(properties.multiProcessorCount),
+        lds_bytes=int(lds_bytes),
+    )
+
+
+class HipLauncher(Launcher):
+    """Launches code objects on one AMD GPU, in torch's context of it.
+
+    Args:
+        device: the GPU; torch calls it "cuda".
+        find: the code object of a launch.
+    """
+
+    def __init__(self, device: torch.device, find: Callable[[Launch], CodeObject]) -> None:
+        self.device = device
+        self.target = GFX950
+        self._find = find
+        self._hip = _hip()
+        self._loaded: dict[Hashable, _Loaded] = {}
+
+    def load(self, launches: Iterable[Launch]) -> None:
+        """See `Launcher.load`."""
+        with torch.cuda.device(self.device):
+            for launch in launches:
+                self._get(launch)
+
+    def launch(self, launch: Launch, *, rank: int) -> None:
+        """See `Launcher.launch`."""
+        with torch.cuda.device(self.device):
+            self._queue(self._get(launch), launch, torch.cuda.current_stream(self.device).cuda_stream)
+
+    def _queue(self, kernel: _Loaded, launch: Launch, stream: int) -> None:
+        block = ctypes.create_string_buffer(kernel.layout.pack(launch.arguments), kernel.layout.num_bytes)
+        num_bytes = ctypes.c_size_t(kernel.layout.num_bytes)
+        extra = (ctypes.c_void_p * 5)(
+            BUFFER_POINTER, ctypes.addressof(block), BUFFER_SIZE, ctypes.addressof(num_bytes), END
+        )
+        x, y = (*launch.grid, 1)[:2]
+        lanes = launch.num_warps * self.target.lanes
+        self._call(
+            "hipModuleLaunchKernel", kernel.function, x, y, 1, lanes, 1, 1, kernel.lds_bytes, stream, None, extra
+        )
+
+    def _get(self, launch: Launch) -> _Loaded:
+        key = kernel_key(launch)
+        loaded = self._loaded.get(key)
+        if loaded is None:
+            refuse_capture(launch)
+            loaded = self._loaded[key] = self._load(self._find(launch))
+        return loaded
+
+    def _load(self, code: CodeObject) -> _Loaded:
+        layout = argument_layout(code)
+        (module,) = self._call("hipModuleLoadData", code.hsaco)
+        (function,) = self._call("hipModuleGetFunction", module, code.name.encode())
+        return _Loaded(module=module, function=function, lds_bytes=code.lds_bytes, layout=layout)
+
+    def unload(self) -> None:
+        """See `Launcher.unload`."""
+        with torch.cuda.device(self.device):
+            for kernel in self._loaded.values():
+                self._call("hipModuleUnload", kernel.module)
+        self._loaded.clear()
+
+    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        return _call(self._hip, name, *arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    module: Any
+    function: Any
+    lds_bytes: int
+    layout: ArgumentLayout
+
+
+def argument_layout(code: CodeObject) -> ArgumentLayout:
+    """How the explicit arguments of a code object lie in memory.
+
+    Raises:
+        CodeObjectError: its metadata places them elsewhere.
+    """
+    explicit = [item for item in code.arguments if not item.kind.startswith(HIDDEN)]
+    parameters = tuple((item.name, item.type) for item in explicit if item.name)
+    scratch = len(explicit) - len(parameters)  # pointers of Triton's, last and unnamed
+    found = tuple(item.offset for item in explicit[: len(parameters)])
+    if found != offsets(parameters):
+        raise CodeObjectError(f"arguments of {code.name} lie elsewhere", got=found, expected=offsets(parameters))
+    return ArgumentLayout(parameters, scratch_pointers=scratch)
+
+
+def _hip() -> Any:
+    try:
+        from hip import hip  # a module of the package, or since hip-python 10 a name in it
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"hip-python can't be imported: {error}",
+            hint="pip install hip-python of the ROCm release that is installed",
+        ) from error
+    return hip
+
+
+def _call(hip: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
+    """Call a function of hip-python; returns what comes after the status."""
+    try:
+        status, *results = getattr(hip, name)(*arguments)
+    except RuntimeError as error:  # hip-python loads libamdhip64.so at the first call
+        raise BackendUnavailableError(f"{name} can't be called: {error}", hint="install ROCm 7") from error
+    if status != hip.hipError_t.hipSuccess:
+        text = _text(hip.hipGetErrorString(status)[-1])
+        raise BackendUnavailableError(f"{name} failed", got=f"{int(status)}: {text}")
+    return tuple(results)
+
+
+def _text(value: str | bytes) -> str:
+    """hip-python gives C strings as bytes or as str, by its version."""
+    return value.decode() if isinstance(value, bytes) else value

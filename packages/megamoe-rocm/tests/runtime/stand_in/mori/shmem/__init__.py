@@ -1,0 +1,1 @@
+from .api import *  # noqa: F403  # as the package does
