@@ -1,14 +1,19 @@
-"""Write docs/benchmarks.md and its plots from benchmarks/results, as `megamoe bench report` makes them.
+"""Write docs/benchmarks.md with its plots, as `megamoe bench report` makes them, and docs/accuracy.md.
 
     python benchmarks/page.py
 
-benchmarks/page.md is what stands before the tables. Needs `megamoe-core[plots]`.
+They are made from benchmarks/results; page.md, end_to_end/page.md and small_model.md stand before the tables. Needs
+`megamoe-core[plots]`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+
+from end_to_end.report import markdown as end_to_end
+from small_model_report import markdown as small_model
 
 from megamoe.bench.report import Series, grouped, markdown, plot
 from megamoe.bench.results import read_rows
@@ -21,12 +26,24 @@ PLOTS = DOCS / "assets" / "benchmarks"
 def main() -> None:
     rows = [row for file in sorted((HERE / "results").glob("*.json")) for row in read_rows(file)]
     parts = [(HERE / "page.md").read_text(encoding="utf-8")]
+    if models := sorted((HERE / "results" / "end-to-end").glob("*.json")):
+        parts.append((HERE / "end_to_end" / "page.md").read_text(encoding="utf-8"))
+        parts.append(end_to_end(models))
     PLOTS.mkdir(parents=True, exist_ok=True)
     for series, of_series in grouped(rows).items():
         name = file_name(series)
         plot(of_series, PLOTS / name)
         parts += [markdown(of_series), f"![time and TFLOP/s against tokens](assets/benchmarks/{name})\n"]
     (DOCS / "benchmarks.md").write_text("\n".join(parts), encoding="utf-8")
+    write_accuracy()
+
+
+def write_accuracy() -> None:
+    """Write docs/accuracy.md from the latest evaluation of the small model."""
+    *_, latest = sorted((HERE / "results" / "small-model").glob("*.json"))
+    report = json.loads(latest.read_text(encoding="utf-8"))
+    text = (HERE / "small_model.md").read_text(encoding="utf-8")
+    (DOCS / "accuracy.md").write_text(f"{text}\n{small_model(report)}", encoding="utf-8")
 
 
 def file_name(series: Series) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from small_model_report import markdown
 from torch import Tensor
 
 from megamoe.bench.results import current_commit
@@ -144,18 +145,6 @@ def evaluate(model: Any, windows: Tensor) -> list[Evaluation]:
     return results
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = ["| experts | loss, nats a byte | next byte right | loss against the model's own |", "|---|---|---|---|"]
-    for row in results:
-        lines.append(
-            f"| {row['experts']} | {row['loss']:.4f} ± {row['loss_half']:.4f} "
-            f"| {row['accuracy']:.2%} ± {row['accuracy_half']:.2%} "
-            f"| {row['loss_change']:+.4f} ± {row['loss_change_half']:.4f} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--output", type=Path, default=Path("small-model.json"))
@@ -191,7 +180,7 @@ def main() -> None:
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(report["rows"]))
+    print(markdown(report))
 
 
 if __name__ == "__main__":

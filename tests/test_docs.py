@@ -1,0 +1,74 @@
+"""Documentation that names code: tests in docs/reliability.md, errors in docs/errors.md, pages in the navigation."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from megamoe import errors
+from megamoe.errors import MegaMoEError
+from megamoe.launch import RankProcessError
+from megamoe.testing.cases import cases
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PACKAGES = ("megamoe-core", "megamoe-cuda", "megamoe-rocm")
+
+
+def known_tests() -> dict[str, set[str]]:
+    """Names of test functions by the name of their file, over all packages."""
+    found: dict[str, set[str]] = {}
+    for folder in (*(ROOT / "packages" / package for package in PACKAGES), ROOT / "tests"):
+        for path in folder.rglob("test_*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            found.setdefault(path.stem, set()).update(name for name in names if name.startswith("test_"))
+    return found
+
+
+def test_every_fault_names_tests_that_exist() -> None:
+    text = (DOCS / "reliability.md").read_text(encoding="utf-8")
+    known = known_tests()
+    named = re.findall(r"`(test_\w+)::(test_\w+)`", text)
+    assert len(named) > 50
+    assert [f"{module}::{name}" for module, name in named if name not in known.get(module, ())] == []
+    ids = {case.id for device in ("cpu", "gpu") for case in cases(device)}  # type: ignore[arg-type]
+    assert [case for case in re.findall(r"`test_matrix\[([\w.-]+)\]`", text) if case not in ids] == []
+
+
+def test_every_fault_has_a_test() -> None:
+    rows = [line for line in (DOCS / "reliability.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    faults = [row for row in rows if not row.startswith(("|---", "| what happens"))]
+    assert len(faults) > 40
+    assert [row for row in faults if not re.search(r"`test_\w+(::test_\w+|\[[\w.-]+\])`", row.split("|")[3])] == []
+
+
+ERRORS = [
+    value
+    for value in (*vars(errors).values(), RankProcessError)
+    if isinstance(value, type) and issubclass(value, MegaMoEError)
+]
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_every_error_is_in_the_catalogue(cls: type[MegaMoEError]) -> None:
+    """With what its docstring says, its base, and something to do."""
+    text = (DOCS / "errors.md").read_text(encoding="utf-8")
+    entry = re.search(rf"^### {cls.__name__}\n\n(.+?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert entry is not None, f"docs/errors.md has no entry for {cls.__name__}"
+    said = " ".join(entry[1].split())
+    docstring = inspect.getdoc(cls)
+    assert docstring is not None
+    assert " ".join(docstring.split("\n\n")[0].split()) in said
+    if cls is not MegaMoEError:
+        assert f"Is a `{cls.__mro__[1].__name__}`." in said
+    assert "**Do:**" in said
+
+
+def test_the_catalogue_holds_no_other_errors() -> None:
+    headings = re.findall(r"^### (\w+)$", (DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(headings) == sorted(cls.__name__ for cls in ERRORS)
