@@ -33,6 +33,7 @@ from sglang_models import EXPERTS, HIDDEN, INTER, QUANTIZATION, TOP_K, experts
 from torch import Tensor
 from transformers import AutoConfig, DeepseekV3Config
 
+from megamoe.errors import ConfigError
 from megamoe.expert_map import ExpertMap
 from megamoe.launch import RankContext
 
@@ -136,6 +137,7 @@ def run_rank(context: RankContext, path: str) -> dict[str, Any]:
     results["block"] = _qwen_block(path, context.rank)
     results["deepseek"] = _deepseek_block(context.rank)
     results["moved"] = _move_experts(layer, own, context)
+    results["broken_promise"] = _broken_promise(layer)
     with_too_many = routing(33 if context.rank == 0 else 1, context.rank)
     try:
         call(layer, *with_too_many)
@@ -146,6 +148,26 @@ def run_rank(context: RankContext, path: str) -> dict[str, Any]:
     return results
 
 
+def _broken_promise(layer: FusedMoE) -> str:
+    """What preparing a layer says where SGLang would gather tokens and add up rows."""
+    with _without_mode():
+        try:
+            load(layer, {})
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+@contextmanager
+def _without_mode() -> Iterator[None]:
+    flags = runtime_context.get_flags().moe
+    mode, flags.a2a_backend = flags.a2a_backend, MoeA2ABackend.NONE
+    try:
+        yield
+    finally:
+        flags.a2a_backend = mode
+
+
 def _sums(y: Tensor) -> dict[str, Tensor]:
     """The three places where SGLang adds up the outputs of ranks, and one of them under a mode that needs it."""
     summed = {
@@ -153,12 +175,8 @@ def _sums(y: Tensor) -> dict[str, Tensor]:
         "at_boundary": sum_post_experts_output(y.clone()),
         "over_tp": reduce_moe_output(y.clone()),
     }
-    flags = runtime_context.get_flags().moe
-    mode, flags.a2a_backend = flags.a2a_backend, MoeA2ABackend.NONE
-    try:
+    with _without_mode():
         summed["without_mode"] = post_experts_all_reduce(torch.ones(2, HIDDEN))
-    finally:
-        flags.a2a_backend = mode
     return summed
 
 

@@ -170,6 +170,18 @@ def test_several_ranks_share_the_experts_and_keep_their_tokens(path: str) -> Non
     assert view.disable_shared_experts_fusion
 
 
+def test_rules_for_prefill_graphs_see_the_mode(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang applies them before the mode is known; one of them turns such graphs off in it."""
+    seen: list[str] = []
+    monkeypatch.setattr(
+        sglang_config,
+        "apply_cuda_graph_compatibility",
+        lambda args: seen.append(resolving_view(args).moe_a2a_backend),
+    )
+    made.server_args(path, tp_size=2, attn_dp_size=2).resolve_once()
+    assert seen == [sglang_config.MODE]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "shared tokens": ({"tp_size": 2}, {}, "share their tokens.*attn_dp_size=1"),
     "another mode": ({"moe_a2a_backend": "deepep"}, {}, "moves the tokens itself.*deepep"),

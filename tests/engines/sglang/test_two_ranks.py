@@ -61,6 +61,13 @@ def test_sums_are_real_where_the_mode_does_not_forbid_them(ranks: list[dict[str,
         assert (result["without_mode"] == 2).all()
 
 
+def test_a_server_that_would_sum_is_noticed_when_a_layer_is_prepared(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        assert "would not leave the tokens" in result["broken_promise"]
+        assert "tokens stay on their rank: False" in result["broken_promise"]
+        assert "no sum over the EP group: False" in result["broken_promise"]
+
+
 def test_counts_are_those_of_the_recorder(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         assert result["counts"]["received"] == result["counts"]["chosen"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.cuda_graph_hook import apply_cuda_graph_compatibility
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.layers.moe.utils import MoeA2ABackend
 
@@ -91,6 +92,7 @@ def choose_mode(options: EngineOptions, server_args: Any, previous: Callable[[An
             ep_size=config.tp_size,
             disable_shared_experts_fusion=True,  # their slots are one per rank in this mode
         )
+        apply_cuda_graph_compatibility(server_args)  # once more: its rules ask for the mode
 
 
 def _require_or_leave(options: EngineOptions, server_args: Any) -> bool:

@@ -19,6 +19,7 @@ from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.moe.utils import (
     MoeRunnerBackend,
     get_moe_runner_backend,
+    is_moe_input_scattered_across_dp_ranks,
     post_experts_output_is_complete,
     resolve_moe_runner_backend,
 )
@@ -231,11 +232,12 @@ def _group_of(layer: Any) -> Any:
     """The layer's ranks, after a look at whether SGLang keeps the promise that `sglang_config.MODE` makes.
 
     Raises:
-        ConfigError: it would map the ids, or sum the rows once more.
+        ConfigError: it would gather the tokens, map the ids, or sum the rows once more.
     """
     if layer.moe_ep_size == 1:
         return None
     keeps = {
+        "tokens stay on their rank": is_moe_input_scattered_across_dp_ranks(),
         "ids stay global": layer.dispatcher.skip_local_expert_mapping,
         "no sum over the MoE-TP group": post_experts_output_is_complete(is_tp_path=True) and not layer.reduce_results,
         "no sum over the EP group": post_experts_output_is_complete(is_tp_path=False),
