@@ -39,8 +39,12 @@ def forward(context: RankContext, config: str | None, over_gloo: bool, num_calls
     return output
 
 
-def forward_until_killed(context: RankContext, victim: int, where: str) -> tuple[str, float, bool, set[str]]:
-    """What a survivor sees of a peer that dies inside a call: error, seconds until it came, NaN in out, leftovers."""
+Survived = tuple[str, float, bool, set[str], torch.Tensor]
+
+
+def forward_until_killed(context: RankContext, victim: int, where: str) -> Survived:
+    """What a survivor sees of a peer that dies inside a call: error, seconds until it came, NaN in out, leftovers, and
+    its output of a call of a new session, which the survivors open in a new group."""
     layer = make_layer(**LAYER, ep_size=context.world_size)
     backend = ReferenceBackend()
     group = ShmGroup.connect(context.name, context.rank, context.world_size, timeout_s=60)
@@ -58,5 +62,16 @@ def forward_until_killed(context: RankContext, victim: int, where: str) -> tuple
         seconds = time.monotonic() - began
         left = {name for name in os.listdir("/dev/shm") if "megamoe" in name}
         session.close()
-        return f"{type(error).__name__}: {error}", seconds, bool(out.isnan().all()), left
+        again = _forward_of_survivors(context, [rank for rank in range(context.world_size) if rank != victim])
+        return f"{type(error).__name__}: {error}", seconds, bool(out.isnan().all()), left, again
     raise AssertionError("the call ended as if nobody had died")
+
+
+def _forward_of_survivors(context: RankContext, survivors: list[int]) -> torch.Tensor:
+    rank = survivors.index(context.rank)
+    layer, backend = make_layer(**LAYER, ep_size=len(survivors)), ReferenceBackend()
+    group = ShmGroup.connect(f"{context.name}again", rank, len(survivors), timeout_s=60)
+    with backend.open(backend.plan(layer.problem), group, timeout_s=60) as session:
+        output = session.forward(*layer.tokens(rank), session.prepare(layer.weights(rank)))
+    group.close()
+    return output
