@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from megamoe.errors import (
     UnsupportedProblemError,
 )
 from megamoe.integrations import sglang as megamoe_sglang
+from megamoe.integrations.engine_layer import EngineLayer
 from megamoe.integrations.sglang import RUNNER, SUPPORTED, UPSTREAM, require_upstream
 from megamoe.problem import QuantMode
+from megamoe.tensors import Fp8BlockWeights, PreparedWeights
 from megamoe.testing.tolerances import ORACLE_GATES
 
 pytest.importorskip("sglang", reason="`nox -s engines-sglang` installs it and runs these")
@@ -68,9 +71,7 @@ def server(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture
 def layer() -> FusedMoE:
-    layer = made.make_experts()
-    made.load(layer, experts())
-    return layer
+    return _loaded()
 
 
 @pytest.fixture
@@ -333,6 +334,38 @@ def test_parameters_are_the_memory_that_megamoe_reads(layer: FusedMoE) -> None:
     swapped[:2] = torch.tensor([1, 0], dtype=torch.int32)
     assert torch.equal(made.call(layer, x, swapped[ids.long()], weights), before)
     assert not torch.equal(made.call(layer, x, ids, weights), before)
+
+
+def test_so_they_are_where_a_backend_lays_weights_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU backends copy; the reference takes the tensors as they are, so it is made to copy here."""
+    session_type = type(_opened(made.make_experts()).session)
+    prepare = session_type._prepare
+
+    def copying(session: Any, weights: Fp8BlockWeights) -> PreparedWeights:
+        return prepare(session, replace(weights, **{name: tensor.clone() for name, tensor in weights.tensors()}))
+
+    monkeypatch.setattr(session_type, "_prepare", copying)
+    layer = made.make_experts()
+    before = {p.data_ptr() for p in layer.parameters()}
+    opened = _opened(layer)
+    read = {tensor.data_ptr() for tensor in expert_tensors(opened.weights).values()}
+    assert {p.data_ptr() for p in layer.parameters()} == read
+    assert not read & before
+    layer.w2_weight.data[:] = layer.w2_weight.data.flip(0)
+    x, ids, weights = made.routing(5, 0)
+    assert not torch.equal(made.call(layer, x, ids, weights), made.call(_loaded(), x, ids, weights))
+
+
+def _loaded() -> FusedMoE:
+    layer = made.make_experts()
+    made.load(layer, experts())
+    return layer
+
+
+def _opened(layer: FusedMoE) -> EngineLayer:
+    made.load(layer, experts())
+    opened: EngineLayer = layer.quant_method.opened
+    return opened
 
 
 def test_prepared_experts_are_not_loaded_again(layer: FusedMoE) -> None:
