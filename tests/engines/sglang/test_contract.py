@@ -38,7 +38,7 @@ from packaging.specifiers import SpecifierSet
 from sglang.srt import plugins, runtime_context
 from sglang.srt.arg_groups.arg_utils import field_names
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner import runner
 from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
@@ -171,6 +171,16 @@ def test_several_ranks_share_the_experts_and_keep_their_tokens(path: str) -> Non
     assert view.disable_shared_experts_fusion
 
 
+def test_redundant_experts_are_counted(path: str) -> None:
+    args = made.server_args(path, tp_size=2, attn_dp_size=2, enable_eplb=True, ep_num_redundant_experts=2)
+    args.resolve_once()
+    view = resolving_view(args)
+    assert (view.moe_a2a_backend, view.ep_size) == (sglang_config.MODE, 2)
+    options = megamoe_sglang.EngineOptions()
+    problem = sglang_config.problem_of_model(options, view, model_config_of(args))
+    assert (problem.num_experts, problem.num_local_experts) == (EXPERTS + 2, (EXPERTS + 2) // 2)
+
+
 def test_rules_for_prefill_graphs_see_the_mode(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang applies them before the mode is known; one of them turns such graphs off in it."""
     seen: list[str] = []
@@ -271,6 +281,21 @@ def test_forward_has_the_bits_of_megamoe(layer: FusedMoE) -> None:
     x, ids, weights = made.routing(9, 0)
     opened = layer.quant_method.opened
     assert torch.equal(made.call(layer, x, ids, weights), opened.session.forward(x, ids, weights, opened.weights))
+
+
+def test_shared_experts_that_sglang_fuses_on_one_rank_are_experts(layer: FusedMoE) -> None:
+    """The shared expert is the last, and SGLang's router gives every token its id. Here it has expert 0's weights."""
+    fused = made.make_experts(num_experts=EXPERTS + 1, top_k=TOP_K + 1, num_fused_shared_experts=1)
+    for name, parameter in fused.named_parameters():
+        loaded = getattr(layer, name).data
+        parameter.data.copy_(torch.cat([loaded, loaded[:1]]))
+    fused.quant_method.process_weights_after_loading(fused)
+    x, ids, weights = made.routing(5, 0)
+    ids, weights = (
+        torch.nn.functional.pad(tensor, (0, 1), value=value) for tensor, value in ((ids, EXPERTS), (weights, 1))
+    )
+    expected = exact(experts(), x, torch.where(ids == EXPERTS, 0, ids), weights)
+    assert_near(made.call(fused, x, ids, weights), expected)
 
 
 def test_no_tokens(layer: FusedMoE) -> None:
