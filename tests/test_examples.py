@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_an_engine_loop_on_two_ranks() -> None:
-    """Eight steps of uneven batches; the busy expert gets a copy on the other rank, which then takes its tokens there."""
+    """Eight steps of uneven batches; the busy expert gets a copy on the other rank, whose tokens go there then."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "engine_loop.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
