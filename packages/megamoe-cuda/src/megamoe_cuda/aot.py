@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megamoe.problem import Activation, MoEProblem, Transport
+from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.device_spec import H200
 from megamoe_cuda.heuristics import session_config
 from megamoe_cuda.jit.compiler import CompiledKernel
@@ -27,9 +27,10 @@ class Build:
         """For reports."""
         problem, kernel = self.problem, self.kernel
         ranks = f"EP{problem.ep_size}{' virtual' if kernel.num_virtual_ranks > 1 else ''}"
+        experts = f"E{problem.num_experts}{' with biases' if problem.expert_bias else ''}"
         activation = f"{problem.activation}{'' if problem.swiglu_limit is None else f' limit {problem.swiglu_limit:g}'}"
         return (
-            f"{kernel.tile.name} H{problem.hidden_size} I{problem.intermediate_size} E{problem.num_experts} "
+            f"{problem.quant} {kernel.tile.name} H{problem.hidden_size} I{problem.intermediate_size} {experts} "
             f"top-{problem.top_k} capacity {problem.num_max_tokens_per_rank} {ranks} {problem.transport} {activation}"
         )
 
@@ -54,6 +55,19 @@ def builds(
         yield Build(problem=problem, kernel=kernel)
 
 
+_GPT_OSS = MoEProblem(  # gpt-oss-120b at EP8
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_experts=128,
+    top_k=4,
+    num_max_tokens_per_rank=8192,
+    ep_size=8,
+    activation=Activation.SWIGLU_OAI,
+    swiglu_limit=7.0,
+    expert_bias=True,
+)
+
+
 def standard_builds() -> Iterator[Build]:
     """What CI compiles: each tile with each transport and activation, and the sizes of real models."""
     seed = MoEProblem(
@@ -66,6 +80,9 @@ def standard_builds() -> Iterator[Build]:
         yield from builds(replace(base, ep_size=1, num_experts=32))
         yield from builds(replace(base, swiglu_limit=10.0))
         yield from builds(replace(base, activation=Activation.SWIGLU_OAI, swiglu_limit=7.0))
+        yield from builds(replace(base, expert_bias=True))
+        yield from builds(replace(base, quant=QuantMode.BF16))
+        yield from builds(replace(_GPT_OSS, quant=QuantMode.BF16, transport=transport))
     # DeepSeek-V3, DeepSeek-V4-Pro, Qwen3-235B-A22B
     for hidden, intermediate, experts, top_k in ((7168, 2048, 256, 8), (7168, 3072, 384, 6), (4096, 1536, 128, 8)):
         yield from builds(

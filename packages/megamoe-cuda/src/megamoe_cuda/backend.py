@@ -13,7 +13,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict, VirtualRanks
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
-from megamoe.problem import MoEProblem
+from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200, DeviceSpec
 from megamoe.symm import Group, PeerMemory
 from megamoe.symm.agreement import ProcessGroupRanks, Ranks, agree, check_seats, exchange_seats, take_seat
@@ -21,7 +21,7 @@ from megamoe.symm.torch_symm import TorchSymmGroup
 from megamoe_cuda import __version__, symm_nvshmem
 from megamoe_cuda.heuristics import SessionConfig, config_names, session_config
 from megamoe_cuda.jit.compiler import ARCH
-from megamoe_cuda.kernel_config import BLOCK_K, MAX_K, MAX_RANKS
+from megamoe_cuda.kernel_config import MAX_K, MAX_RANKS, row_granule
 from megamoe_cuda.probe import COMPUTE_CAPABILITY, judge, look
 from megamoe_cuda.session import CudaSession
 from megamoe_cuda.smem_budget import shared_memory
@@ -78,12 +78,13 @@ class CudaBackend(Backend):
 
     def check_limits(self, problem: MoEProblem) -> Verdict:
         """Sizes that the kernel does not take."""
+        granule = row_granule(QuantMode(problem.quant))
         for name, size in (
             ("hidden_size", problem.hidden_size),
             ("intermediate_size", problem.intermediate_size),
         ):
-            if size % BLOCK_K or size > MAX_K:
-                return Verdict.no(Reason.SHAPE, f"{name} = {size} is not a multiple of {BLOCK_K} up to {MAX_K}")
+            if size % granule or size > MAX_K:
+                return Verdict.no(Reason.SHAPE, f"{name} = {size} is not a multiple of {granule} up to {MAX_K}")
         if problem.ep_size > MAX_RANKS:
             return Verdict.no(Reason.EP_SIZE, f"ep_size = {problem.ep_size} exceeds {MAX_RANKS}")
         if problem.num_max_tokens_per_rank * problem.top_k >= MAX_PICKS:

@@ -30,9 +30,11 @@ def compile_command(
     top_k: Annotated[int, typer.Option(help="picks per token")] = 8,
     num_max_tokens_per_rank: Annotated[int, typer.Option(help="capacity")] = 8192,
     ep_size: Annotated[int, typer.Option(help="ranks")] = 8,
+    quant: Annotated[str, typer.Option(help="a8w8 or bf16")] = "a8w8",
     transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32")] = "bf16",
     activation: Annotated[str, typer.Option(help="swiglu or swiglu_oai")] = "swiglu",
     swiglu_limit: Annotated[float | None, typer.Option(help="clamp of the activation's inputs")] = None,
+    expert_bias: Annotated[bool, typer.Option("--expert-bias", help="experts have biases")] = False,
     virtual: Annotated[bool, typer.Option("--virtual", help="all ranks on one GPU")] = False,
     num_sms: Annotated[int, typer.Option(help="SMs that the kernel takes")] = H200.num_sms,
     config: Annotated[str | None, typer.Option(help="pin a configuration by name")] = None,
@@ -48,9 +50,11 @@ def compile_command(
             top_k=top_k,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             ep_size=ep_size,
+            quant=quant,
             transport=transport,
             activation=activation,
             swiglu_limit=swiglu_limit,
+            expert_bias=expert_bias,
         )
         wanted = builds(problem, config=config, virtual=virtual, num_sms=num_sms)
     over_budget = [name for name, found in map(_compile_and_report, wanted) if found]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from megamoe import backend
 from megamoe.errors import ConfigError
-from megamoe.problem import Activation, MoEProblem, Transport
+from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.simulate import Tiling
+from megamoe.schedule.tiles import round_up
 from megamoe.schedule.waves import Ring, default_ring
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, PREFETCHED_K_BLOCKS, KernelConfig, TileConfig
 
@@ -21,6 +22,9 @@ AUTO = "auto"
 # Stages: as many as fit beside the staging of the epilogue. Registers: what the warpgroups need without spills.
 M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224)
 M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224)
+FEWER_BF16_STAGES_ABOVE = 4096
+"""H above which mode bf16 has a stage less: a row takes 2 H bytes of shared memory on its way to the pool, and beside
+four stages there is room for fewer than two."""
 TILES = {tile.name: tile for tile in (M64, M128)}
 
 SWITCH_ROWS_PER_EXPERT = 50
@@ -69,7 +73,7 @@ class SessionConfig(backend.KernelConfig):
             ctas_per_rank=ctas_per_rank,
             num_local_experts=problem.num_local_experts,
             hidden_size=problem.hidden_size,
-            intermediate_size=problem.intermediate_size,
+            intermediate_size=round_up(problem.intermediate_size, BLOCK_K),
             top_k=problem.top_k,
             num_max_tokens_per_rank=problem.num_max_tokens_per_rank,
             tile=tile,
@@ -78,6 +82,8 @@ class SessionConfig(backend.KernelConfig):
             transport=Transport(problem.transport),
             activation=Activation(problem.activation),
             swiglu_limit=problem.swiglu_limit,
+            quant=QuantMode(problem.quant),
+            expert_bias=problem.expert_bias,
             tap_gemm1=self.tap_gemm1,
             trace=self.trace,
         )
@@ -120,6 +126,8 @@ def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
     if name not in config_names():
         raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(config_names()))
     tiles = _tiles_up_to_capacity(problem) if name == AUTO else (TILES[name],)
+    if problem.quant is QuantMode.BF16 and problem.hidden_size > FEWER_BF16_STAGES_ABOVE:
+        tiles = tuple(replace(tile, num_stages=tile.num_stages - 1) for tile in tiles)
     return SessionConfig(name=name, tiles=tiles, rings=tuple(_ring(problem, tile.block_m) for tile in tiles))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe.errors import ConfigError
-from megamoe.problem import MAX_TOP_K, Activation, Transport
+from megamoe.problem import MAX_TOP_K, Activation, QuantMode, Transport
 from megamoe.schedule.tiles import ceil_div
 from megamoe.schedule.waves import Ring
 
@@ -15,9 +15,10 @@ MAX_DISPATCH_WARPS = 2
 NUM_MATH_WARPS = 8  # two warpgroups
 NUM_THREADS = THREADS_PER_WARP * (NUM_PRODUCER_WARPS + NUM_MATH_WARPS)
 BLOCK_N = 256  # columns of a tile: 128 finished channels of GEMM1
-BLOCK_K = 128  # K of a stage: one activation scale, one weight scale, one promotion
+BLOCK_K = 128  # bytes of K in a stage; in FP8 one activation scale, one weight scale, one promotion
 PREFETCHED_K_BLOCKS = 8  # of a CTA's first tile, while ranks exchange counts; 32 KiB each, 33 of an H200's 50 MiB of L2
-MAX_K = 64 * BLOCK_K  # a lane holds the weight scales of two K blocks
+MAX_K = 64 * BLOCK_K  # elements; a lane holds the weight scales of two K blocks
+RAGGED_GRANULE = 32  # elements of a row that need not be whole 128-blocks: a scale of the FP8 transport
 MAX_RANKS = 32  # one lane signals one peer
 REGISTERS_AT_ENTRY = 168  # per thread: 65536 / 384, rounded down to a multiple of 8
 
@@ -54,6 +55,11 @@ class TileConfig:
         return self.block_m == 128
 
 
+def row_granule(quant: QuantMode) -> int:
+    """What divides the rows of a layer in mode `quant`, in elements: 128 where a scale covers that many."""
+    return RAGGED_GRANULE if quant is QuantMode.BF16 else BLOCK_K
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """One compiled kernel.
@@ -63,7 +69,8 @@ class KernelConfig:
         num_virtual_ranks: ranks that share this GPU in one launch: 1, or all of them.
         ctas_per_rank: CTAs of one rank, one per SM.
         num_local_experts, hidden_size, intermediate_size, top_k, num_max_tokens_per_rank: the problem.
-        transport, activation, swiglu_limit: the problem.
+        transport, activation, swiglu_limit, quant, expert_bias: the problem. `intermediate_size` is the problem's,
+            rounded up to a multiple of 128 (`weights.py` pads with zeros).
         tile: tile shape and pipeline.
         ring: blocks of this tile height: ring size, lag, most blocks of a call.
         session_rings: the rings of all kernels that share the workspace, `ring` among them.
@@ -88,15 +95,17 @@ class KernelConfig:
     transport: Transport = Transport.BF16
     activation: Activation = Activation.SWIGLU
     swiglu_limit: float | None = None
+    quant: QuantMode = QuantMode.A8W8
+    expert_bias: bool = False
     tap_gemm1: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size"):
+        for name, granule in (("hidden_size", row_granule(self.quant)), ("intermediate_size", BLOCK_K)):
             size = getattr(self, name)
-            if size % BLOCK_K or not 0 < size <= MAX_K:
+            if size % granule or not 0 < size <= MAX_K:
                 raise ConfigError(
-                    f"{name} does not suit the kernel", got=size, expected=f"a multiple of 128 <= {MAX_K}"
+                    f"{name} does not suit the kernel", got=size, expected=f"a multiple of {granule} <= {MAX_K}"
                 )
         if not 1 <= self.top_k <= MAX_TOP_K:
             raise ConfigError("top_k is out of range", got=self.top_k, expected=f"1 to {MAX_TOP_K}")
@@ -118,14 +127,34 @@ class KernelConfig:
         return self.num_virtual_ranks * self.ctas_per_rank
 
     @property
+    def has_row_scales(self) -> bool:
+        """Whether a row of activations has an FP32 scale per 128 elements."""
+        return self.quant is not QuantMode.BF16
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the WGMMAs' operands."""
+        return 2 if self.quant is QuantMode.BF16 else 1
+
+    @property
+    def input_row_bytes(self) -> int:
+        """Payload of a row of GEMM1's input."""
+        return self.hidden_size * self.element_bytes
+
+    @property
+    def a2_row_bytes(self) -> int:
+        """Payload of a row of GEMM2's input."""
+        return self.intermediate_size * self.element_bytes
+
+    @property
     def gemm1_k_blocks(self) -> int:
         """Stages of a GEMM1 tile."""
-        return self.hidden_size // BLOCK_K
+        return ceil_div(self.input_row_bytes, BLOCK_K)
 
     @property
     def gemm2_k_blocks(self) -> int:
         """Stages of a GEMM2 tile."""
-        return self.intermediate_size // BLOCK_K
+        return self.a2_row_bytes // BLOCK_K
 
     @property
     def gemm1_n_tiles(self) -> int:
@@ -134,7 +163,7 @@ class KernelConfig:
 
     @property
     def gemm2_n_tiles(self) -> int:
-        """Column tiles of GEMM2, H columns; the last one is half empty when H is an odd multiple of 128."""
+        """Column tiles of GEMM2, H columns; the last one may be partly empty."""
         return ceil_div(self.hidden_size, BLOCK_N)
 
     @property

@@ -24,7 +24,7 @@ STRUCT_ALIGNMENT = 64  # of a CUtensorMap
 DEFAULT_TIMEOUT_S = 300.0  # kernels that one rank had to compile first are late by minutes
 FAILURE_RECORD = struct.Struct("<8I")
 MAPS_BYTES = 4 * TENSOR_MAP_BYTES  # of RankArguments: w13, w2, pool, a2
-POINTERS = struct.Struct("<11Q2I")  # the rest of RankArguments
+POINTERS = struct.Struct("<11Q2I2Q")  # the rest of RankArguments
 RANK_BYTES = round_up(MAPS_BYTES + POINTERS.size, STRUCT_ALIGNMENT)
 PHASES = ("stage", "route", "dispatch", "gemm1", "gemm2", "finish", "combine", "pipeline")
 """Names of megamoe::Phase (symm/watchdog.cuh)."""
@@ -39,20 +39,18 @@ class RankCall(NamedTuple):
 
     Attributes:
         hidden_states: `[T, H]` BF16, or e4m3 with `hidden_scales`.
-        hidden_scales: `[T, H / 128]` FP32, or 0: the kernel quantises.
+        hidden_scales: `[T, H / 128]` FP32, or 0: the kernel quantises where its mode does.
         topk_ids: `[T, K]`, int32 or int64.
         topk_ids_are_int64: which of the two.
         topk_weights: `[T, K]` FP32.
-        w13: `[E_local, 2I, H]` e4m3, gate and up interleaved by 8 rows.
-        w13_scale: `[E_local, 2I / 128, H / 128]` FP32, packed order (gate blocks first).
-        w2: `[E_local, H, I]` e4m3.
-        w2_scale: `[E_local, H / 128, I / 128]` FP32.
+        w13, w13_scale, w2, w2_scale: as `weights.py` lays them out; 0 for scales that the mode does not have.
         out: `[T, H]` BF16.
         num_tokens: tokens, at most T; with `device_num_tokens`, the most that it may say.
         device_num_tokens: int32 scalar, read by the kernel, a negative one as 0; rows of `out` past it are not written.
         expert_counts: `[E_local]` uint32, receives the rows per local expert; or 0.
         gemm1_tap: `[rows, 2I]` FP32, receives GEMM1's accumulators, experts in order and no padding between them
             (kernels compiled with `tap_gemm1`); or 0.
+        w13_bias, w2_bias: likewise; 0 for experts without (kernels compiled without `expert_bias`).
         trace: `[ctas_per_rank, len(TRACE_POINTS)]` uint64, receives times in ns (kernels compiled with `trace`); or 0.
     """
 
@@ -71,6 +69,8 @@ class RankCall(NamedTuple):
     expert_counts: int = 0
     gemm1_tap: int = 0
     trace: int = 0
+    w13_bias: int = 0
+    w2_bias: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,17 +213,19 @@ class _ArgumentBlock:
                 call.trace,
                 call.num_tokens,
                 call.topk_ids_are_int64,
+                call.w13_bias,
+                call.w2_bias,
             )
 
     def _write_maps(self, offset: int, workspace: int, call: RankCall) -> None:
         config = self._config
         block_m, ring_rows = config.tile.block_m, config.ring.num_rows
-        hidden, intermediate = config.hidden_size, config.intermediate_size
+        input_bytes, a2_bytes = config.input_row_bytes, config.a2_row_bytes
         matrices = (
-            (call.w13, config.num_local_experts * 2 * intermediate, hidden, BLOCK_N),
-            (call.w2, config.num_local_experts * hidden, intermediate, BLOCK_N),
-            (workspace + self._layout.offset("pool_payload"), ring_rows, hidden, block_m),
-            (workspace + self._layout.offset("a2_payload"), ring_rows, intermediate, block_m),
+            (call.w13, config.num_local_experts * 2 * config.intermediate_size, input_bytes, BLOCK_N),
+            (call.w2, config.num_local_experts * config.hidden_size, a2_bytes, BLOCK_N),
+            (workspace + self._layout.offset("pool_payload"), ring_rows, input_bytes, block_m),
+            (workspace + self._layout.offset("a2_payload"), ring_rows, a2_bytes, block_m),
         )
         maps = b"".join(
             byte_matrix_map(address, num_rows=rows, num_columns=columns, box_rows=box)

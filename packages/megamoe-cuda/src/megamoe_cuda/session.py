@@ -33,14 +33,14 @@ from megamoe.errors import (
     RankFailedError,
     SessionError,
 )
-from megamoe.formats import Quantized
+from megamoe.formats import Quantized, activation_format
 from megamoe.schedule.workspace import WORD
 from megamoe.symm import Group, PeerMemory
-from megamoe.tensors import ExpertWeights, Fp8BlockWeights, PreparedWeights
+from megamoe.tensors import ExpertWeights, PreparedWeights
 from megamoe_cuda import weights as kernel_weights
 from megamoe_cuda.heuristics import SessionConfig
 from megamoe_cuda.jit.store import load_or_compile
-from megamoe_cuda.kernel_config import BLOCK_K, KernelConfig, TileConfig
+from megamoe_cuda.kernel_config import KernelConfig, TileConfig
 from megamoe_cuda.launcher import FAILURE_RECORD, TRACE_POINTS, Failure, LoadedKernel, RankCall, read_failure
 from megamoe_cuda.taps import read_taps
 from megamoe_cuda.workspace_layout import initial_words, kernel_workspace
@@ -123,7 +123,6 @@ class CudaSession(Session):
     # -- weights ------------------------------------------------------------------------------------------------
 
     def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
-        assert isinstance(weights, Fp8BlockWeights)
         with torch.inference_mode(False), torch.no_grad():  # so that experts can be moved in place in any mode
             return kernel_weights.prepare(weights, self.plan.problem, self._device)
 
@@ -200,15 +199,17 @@ class CudaSession(Session):
             topk_ids_are_int64=topk_ids.dtype is torch.int64,
             topk_weights=topk_weights.data_ptr(),
             w13=tensors["w13_weight"].data_ptr(),
-            w13_scale=tensors["w13_weight_scale"].data_ptr(),
+            w13_scale=_address(tensors.get("w13_weight_scale")),
             w2=tensors["w2_weight"].data_ptr(),
-            w2_scale=tensors["w2_weight_scale"].data_ptr(),
+            w2_scale=_address(tensors.get("w2_weight_scale")),
             out=out.data_ptr(),
             num_tokens=host_tokens,
             device_num_tokens=device_tokens,
             expert_counts=self._received_addresses[index],
             gemm1_tap=0 if self._gate_up is None else self._gate_up[index].data_ptr(),
             trace=0 if self._stamps is None else self._stamps[index].data_ptr(),
+            w13_bias=_address(tensors.get("w13_bias")),
+            w2_bias=_address(tensors.get("w2_bias")),
         )
         return _Call(num_rows, out, launch, (payload, scales, topk_ids, topk_weights))
 
@@ -228,14 +229,15 @@ class CudaSession(Session):
         if facts in self._checked:
             return
         problem = self.plan.problem
+        fmt = activation_format(problem.quant, problem.act_format)
         check_call(
             problem,
             payload if scales is None else (payload, scales),
             topk_ids,
             topk_weights,
             out,
-            payload_shape=(problem.hidden_size, torch.float8_e4m3fn),
-            scale_shape=(problem.hidden_size // BLOCK_K, torch.float32),
+            payload_shape=(problem.hidden_size, fmt.payload_dtype),
+            scale_shape=None if fmt.scale_dtype is None else (problem.hidden_size // fmt.block, fmt.scale_dtype),
         )
         weights.require(backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
         if topk_ids.device != self._device:
@@ -382,7 +384,7 @@ class CudaSession(Session):
         self._tiles.clear()
         self._layout = kernel_workspace(self._kernel_config(self._config.tiles[0]))
         rows = max(ring.num_rows for ring in self._config.rings)
-        columns = 2 * self.plan.problem.intermediate_size
+        columns = 2 * self._kernel_config(self._config.tiles[0]).intermediate_size
         self._gate_up = torch.zeros(len(self._driven), rows, columns, device=self._device)
         self.start()
 
@@ -513,6 +515,10 @@ def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | N
     if isinstance(hidden_states, Quantized):
         return hidden_states.payload, hidden_states.scales
     return hidden_states
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _require_ids(topk_ids: Tensor, num_experts: int) -> None:

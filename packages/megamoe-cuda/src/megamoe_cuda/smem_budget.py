@@ -63,15 +63,16 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     tile = config.tile
     activation_stage = tile.block_m * BLOCK_K
     weight_stage = BLOCK_N * BLOCK_K
-    scale_stage = tile.block_m * FLOAT_BYTES
+    scale_stage = tile.block_m * FLOAT_BYTES if config.has_row_scales else 0
 
     activations = 0
     weights = activations + tile.num_stages * activation_stage
     scales = weights + tile.num_stages * weight_stage
     staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
-    weight_scales = exchange + (0 if tile.split_m else 2 * tile.block_m * FLOAT_BYTES)  # two warpgroups
-    tiles = weight_scales + NUM_MATH_WARPS * 2 * max(config.gemm1_k_blocks, config.gemm2_k_blocks) * FLOAT_BYTES
+    exchanges_amax = config.has_row_scales and not tile.split_m
+    weight_scales = exchange + (2 * tile.block_m * FLOAT_BYTES if exchanges_amax else 0)  # two warpgroups
+    tiles = weight_scales + (NUM_MATH_WARPS * _weight_scale_bytes(config) if config.has_row_scales else 0)
     barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES
     queue_barriers = barriers + 2 * tile.num_stages * BARRIER_BYTES
     pull_barriers = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
@@ -82,7 +83,9 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     pool_plan_bytes = _pool_plan_bytes(config)
     pull = round_up(pool_plan + pool_plan_bytes, BULK_ALIGNMENT)
 
-    pull_slot = round_up(config.hidden_size + kernel_workspace(config)["input_scales"].row_bytes, BULK_ALIGNMENT)
+    layout = kernel_workspace(config)
+    scales_row = layout["input_scales"].row_bytes if config.has_row_scales else 0
+    pull_slot = round_up(config.input_row_bytes + scales_row, BULK_ALIGNMENT)
     rows_in_flight = (MAX_DYNAMIC_BYTES - pull) // pull_slot
     if rows_in_flight < 1:
         raise ConfigError(
@@ -118,6 +121,11 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         pull_slot_bytes=pull_slot,
         num_bytes=pull + dispatch_warps * pull_slots * pull_slot,
     )
+
+
+def _weight_scale_bytes(config: KernelConfig) -> int:
+    """Of one math warp: two rows of scales of the tile's weights, one per K block (pipeline/main_loop.cuh)."""
+    return 2 * max(config.gemm1_k_blocks, config.gemm2_k_blocks) * FLOAT_BYTES
 
 
 def _pool_plan_bytes(config: KernelConfig) -> int:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import StageTaps
-from megamoe.formats import FP8_1X128, Quantized
+from megamoe.formats import Quantized, activation_format
 from megamoe.layouts import INTERLEAVED_8
 from megamoe.problem import MoEProblem
+from megamoe.schedule.tiles import round_up
 from megamoe.schedule.workspace import META_BYTES, WorkspaceLayout
 from megamoe_cuda.kernel_config import BLOCK_K
 
@@ -29,27 +30,30 @@ def read_taps(
         problem: the layer.
         layout: of `workspace`.
         workspace: uint8, this rank's.
-        gate_up: `[rows, 2I]` FP32, gate and up interleaved by 8 columns; the received rows without padding between
-            experts, then whatever.
+        gate_up: `[rows, 2I']` FP32, gate and up interleaved by 8 columns, I' = I rounded up to 128; the received rows
+            without padding between experts, then whatever.
         counts: rows that each local expert received.
         block_m: rows of a block of the kernel that ran.
     """
     if not sum(counts):
         return None
     rows = pool_rows(counts, block_m).to(workspace.device)
+    fmt = activation_format(problem.quant, problem.act_format)
     inter = problem.intermediate_size
+    padded = round_up(inter, BLOCK_K)
+    gate, up = INTERLEAVED_8.invert(gate_up[: len(rows)]).chunk(2, dim=1)
     meta = _array(layout, workspace, "pool_meta").view(torch.int32).view(-1, META_BYTES // 4)[rows]
-    payload = _array(layout, workspace, "a2_payload").view(-1, inter)[rows]
+    payload = _array(layout, workspace, "a2_payload").view(-1, padded * fmt.payload_dtype.itemsize)[rows]
     experts = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
     return StageTaps(
         src_rank=meta[:, 0].clone(),
         src_pick=meta[:, 1].clone(),
         local_expert=experts.to(workspace.device),
-        gate_up=INTERLEAVED_8.invert(gate_up[: len(rows)]),
+        gate_up=torch.cat((gate[:, :inter], up[:, :inter]), dim=1),
         a2=Quantized(
-            payload=payload.view(torch.float8_e4m3fn),
-            scales=_scales(layout, workspace, inter // BLOCK_K, block_m)[rows],
-            fmt=FP8_1X128,
+            payload=payload.view(fmt.payload_dtype)[:, :inter].contiguous(),
+            scales=None if fmt.scale_dtype is None else _scales(layout, workspace, padded // BLOCK_K, block_m)[rows],
+            fmt=fmt,
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megamoe.problem import QuantMode
 from megamoe.schedule.tiles import round_up
 from megamoe.schedule.workspace import (
     ACTIVATION_ROWS,
@@ -16,6 +17,7 @@ from megamoe.schedule.workspace import (
 )
 from megamoe_cuda.kernel_config import KernelConfig
 
+ROWS = {QuantMode.A8W8: "a8w8", QuantMode.BF16: "bf16"}  # keys of ACTIVATION_ROWS
 NUM_ROUTE_WORDS = 2  # the join of the CTAs that route; the units that CTAs have claimed
 
 
@@ -32,7 +34,7 @@ def kernel_workspace(config: KernelConfig) -> WorkspaceLayout:
         ep_size=config.num_ranks,
         num_max_tokens_per_rank=config.num_max_tokens_per_rank,
         top_k=config.top_k,
-        activation=ACTIVATION_ROWS["a8w8"],
+        activation=ACTIVATION_ROWS[ROWS[config.quant]],
         transport=config.transport,
         rings=config.session_rings,
     )

@@ -19,16 +19,17 @@ from torch import Tensor
 
 from megamoe.backend import Capability, HiddenStates, StageTaps, Verdict
 from megamoe.layouts import INTERLEAVED_8
-from megamoe.problem import MoEProblem
+from megamoe.formats import ActivationFormat, activation_format
+from megamoe.problem import MoEProblem, QuantMode
+from megamoe.schedule.tiles import round_up
 from megamoe.reference.staged import staged
-from megamoe.tensors import Fp8BlockWeights
+from megamoe.tensors import WEIGHT_TYPE, ExpertWeights, GateUpLayout, PreparedWeights
 from megamoe_cuda import backend, session
-from megamoe_cuda.kernel_config import BLOCK_K, KernelConfig
+from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, KernelConfig
 from megamoe_cuda.launcher import TRACE_POINTS, RankCall
 from megamoe_cuda.taps import pool_rows
+from megamoe_cuda.weights import BACKEND, LAYOUT, restore
 from megamoe_cuda.workspace_layout import kernel_workspace
-
-E4M3 = torch.float8_e4m3fn
 
 
 def pytest_unconfigure() -> None:
@@ -104,31 +105,69 @@ def _problem(config: KernelConfig) -> MoEProblem:
         top_k=config.top_k,
         num_max_tokens_per_rank=config.num_max_tokens_per_rank,
         ep_size=config.num_ranks,
+        quant=config.quant,
         transport=config.transport,
         activation=config.activation,
         swiglu_limit=config.swiglu_limit,
+        expert_bias=config.expert_bias,
     )
 
 
-def _arguments(config: KernelConfig, call: RankCall) -> tuple[HiddenStates, Tensor, Tensor, Fp8BlockWeights]:
+def _arguments(config: KernelConfig, call: RankCall) -> tuple[HiddenStates, Tensor, Tensor, ExpertWeights]:
     num_tokens = call.num_tokens
     if call.device_num_tokens:
         num_tokens = min(num_tokens, max(int(at(call.device_num_tokens, torch.int32, 1)), 0))
-    experts, hidden, inter = config.num_local_experts, config.hidden_size, config.intermediate_size
-    states: HiddenStates = at(call.hidden_states, E4M3 if call.hidden_scales else torch.bfloat16, num_tokens, hidden)
+    hidden, fmt = config.hidden_size, _format(config)
+    dtype = fmt.payload_dtype if call.hidden_scales else torch.bfloat16
+    states: HiddenStates = at(call.hidden_states, dtype, num_tokens, hidden)
     if call.hidden_scales:
         assert isinstance(states, Tensor)
         states = states, at(call.hidden_scales, torch.float32, num_tokens, hidden // BLOCK_K)
     picks = (num_tokens, config.top_k)
-    weights = Fp8BlockWeights(
-        layout="packed",
-        w13_weight=INTERLEAVED_8.invert(at(call.w13, E4M3, experts, 2 * inter, hidden)),
-        w13_weight_scale=at(call.w13_scale, torch.float32, experts, 2 * inter // BLOCK_K, hidden // BLOCK_K),
-        w2_weight=at(call.w2, E4M3, experts, hidden, inter),
-        w2_weight_scale=at(call.w2_scale, torch.float32, experts, hidden // BLOCK_K, inter // BLOCK_K),
-    )
     ids = at(call.topk_ids, torch.int64 if call.topk_ids_are_int64 else torch.int32, *picks)
-    return states, ids, at(call.topk_weights, torch.float32, *picks), weights
+    return states, ids, at(call.topk_weights, torch.float32, *picks), _weights(config, call)
+
+
+def _weights(config: KernelConfig, call: RankCall) -> ExpertWeights:
+    """The experts that the addresses point to, as a checkpoint has them."""
+    problem = _problem(config)
+    addresses = {
+        "w13_weight": call.w13,
+        "w13_weight_scale": call.w13_scale,
+        "w13_bias": call.w13_bias,
+        "w2_weight": call.w2,
+        "w2_weight_scale": call.w2_scale,
+        "w2_bias": call.w2_bias,
+    }
+    tensors = {name: at(addresses[name], dtype, *shape) for name, (shape, dtype) in _prepared_shapes(problem).items()}
+    prepared = PreparedWeights(
+        backend=BACKEND, layout=LAYOUT, quant=config.quant, num_local_experts=config.num_local_experts, tensors=tensors
+    )
+    restored: Any = restore(prepared, problem)
+    return WEIGHT_TYPE[config.quant](layout=GateUpLayout.PACKED, **restored)
+
+
+def _prepared_shapes(problem: MoEProblem) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of one rank's prepared experts."""
+    experts, hidden = problem.num_local_experts, problem.hidden_size
+    inter = round_up(problem.intermediate_size, BLOCK_K)
+    matrices = {"w13": (2 * inter, hidden), "w2": (hidden, inter)}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, (rows, columns) in matrices.items():
+        if problem.quant is QuantMode.BF16:
+            shapes[f"{name}_weight"] = ((experts, rows, columns), torch.bfloat16)
+        else:
+            shapes[f"{name}_weight"] = ((experts, rows, columns), torch.float8_e4m3fn)
+            shapes[f"{name}_weight_scale"] = ((experts, rows // BLOCK_K, columns // BLOCK_K), torch.float32)
+    if problem.expert_bias:
+        shapes["w13_bias"] = ((experts, 2 * inter), torch.float32)
+        shapes["w2_bias"] = ((experts, round_up(hidden, BLOCK_N)), torch.float32)
+    return shapes
+
+
+def _format(config: KernelConfig) -> ActivationFormat:
+    problem = _problem(config)
+    return activation_format(problem.quant, problem.act_format)
 
 
 def _received(problem: MoEProblem, ids: Sequence[Tensor]) -> Tensor:
@@ -149,10 +188,12 @@ def _store_taps(config: KernelConfig, workspace: int, call: RankCall, counts: li
     at(call.gemm1_tap, torch.float32, len(rows), 2 * inter).copy_(INTERLEAVED_8.apply(taps.gate_up))
     meta = at(workspace + layout.offset("pool_meta"), torch.int32, ring_rows, 4)
     meta[rows, 0], meta[rows, 1] = taps.src_rank.int(), taps.src_pick.int()
-    payload = at(workspace + layout.offset("a2_payload"), torch.uint8, ring_rows, inter)
-    payload[rows] = taps.a2.payload.view(torch.uint8)
+    codes = taps.a2.payload.view(torch.uint8)
+    payload = at(workspace + layout.offset("a2_payload"), torch.uint8, ring_rows, codes.shape[1])
+    payload[rows] = codes
+    if taps.a2.scales is None:
+        return
     scales = at(workspace + layout.offset("a2_scales"), torch.float32, ring_rows // block_m, inter // BLOCK_K, block_m)
-    assert taps.a2.scales is not None
     scales[rows // block_m, :, rows % block_m] = taps.a2.scales
 
 

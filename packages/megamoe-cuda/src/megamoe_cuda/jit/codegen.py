@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megamoe.problem import Activation, Transport
+from megamoe.problem import Activation, QuantMode, Transport
 from megamoe.schedule.workspace import combine_row_bytes
 from megamoe_cuda.kernel_config import (
+    BLOCK_K,
     BLOCK_N,
     NUM_MATH_WARPS,
     NUM_PRODUCER_WARPS,
@@ -22,6 +23,7 @@ KERNEL_NAME = "sm90_mega_moe"
 
 _TRANSPORTS = {Transport.BF16: "kBf16", Transport.FP8_BLOCKWISE_1X32: "kFp8Blockwise1x32"}
 _ACTIVATIONS = {Activation.SWIGLU: "kSwiglu", Activation.SWIGLU_OAI: "kSwigluOai"}
+_MODES = {QuantMode.A8W8: "kA8w8", QuantMode.BF16: "kBf16"}
 _OFFSETS = {
     "InputPayload": "input_payload",
     "InputScales": "input_scales",
@@ -52,12 +54,14 @@ def kernel_source(config: KernelConfig) -> str:
         f"constexpr float kLimit = {(config.swiglu_limit or 0.0).hex()}f;",
         f"constexpr Transport kTransport = Transport::{_TRANSPORTS[config.transport]};",
         f"constexpr Activation kActivation = Activation::{_ACTIVATIONS[config.activation]};",
+        f"constexpr Mode kMode = Mode::{_MODES[config.quant]};",
     ]
     constants = "\n".join(lines)
     return (
         "namespace megamoe {\n"
         f"enum class Transport {{ {', '.join(_TRANSPORTS.values())} }};\n"
         f"enum class Activation {{ {', '.join(_ACTIVATIONS.values())} }};\n"
+        f"enum class Mode {{ {', '.join(_MODES.values())} }};\n"
         f"namespace cfg {{\n{constants}\n}}\n"
         "}\n"
         f'#include "megamoe/{KERNEL_NAME}.cuh"\n'
@@ -76,6 +80,8 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "NumExperts": config.num_experts,
         "HiddenSize": config.hidden_size,
         "IntermediateSize": config.intermediate_size,
+        "InputRowBytes": config.input_row_bytes,
+        "A2RowBytes": config.a2_row_bytes,
         "TopK": config.top_k,
         "MaxTokens": config.num_max_tokens_per_rank,
         "Threads": NUM_THREADS,
@@ -102,7 +108,7 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "MaxBlocks": config.max_blocks,
         "CounterWords": layout["counters"].dims[1],
         "RouteTotalWords": layout["route_totals"].dims[1],
-        "InputScaleStride": layout["input_scales"].row_bytes // 4,
+        "InputScaleStride": layout["input_scales"].row_bytes // 4 if config.has_row_scales else 0,
         "CombineRowBytes": combine_row_bytes(config.transport, config.hidden_size),
         "ActivationStageBytes": memory.activation_stage_bytes,
         "WeightStageBytes": memory.weight_stage_bytes,
@@ -136,6 +142,9 @@ def _booleans(config: KernelConfig) -> dict[str, bool]:
         "SplitM": config.tile.split_m,
         "UnrollByRing": config.unroll_by_ring,
         "RingWraps": config.ring_wraps,
+        "HasRowScales": config.has_row_scales,
+        "HasBias": config.expert_bias,
+        "RaggedHidden": config.hidden_size % BLOCK_K != 0,
         "HasLimit": config.swiglu_limit is not None,
         "TapGemm1": config.tap_gemm1,
         "Trace": config.trace,
@@ -144,4 +153,5 @@ def _booleans(config: KernelConfig) -> dict[str, bool]:
 
 def _offsets(config: KernelConfig) -> dict[str, int]:
     layout = kernel_workspace(config)
-    return {constant: layout.offset(array) for constant, array in _OFFSETS.items()}
+    # Scales that the mode does not have lie nowhere.
+    return {constant: layout.offset(array) if array in layout else 0 for constant, array in _OFFSETS.items()}

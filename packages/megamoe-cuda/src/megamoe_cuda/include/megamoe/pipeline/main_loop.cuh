@@ -1,10 +1,6 @@
 // The FP8 main loop of one tile, for both GEMMs: C[kBlockM x 256] = sum over K blocks of 128 of
 // row scale * weight scale * (A * B), each block's product from the tensor cores, the sum in FP32 registers.
 //
-// How the two math warpgroups share a tile
-//   split N (kBlockM 64)    both take all 64 rows; warpgroup w takes columns [128 w, 128 w + 128): one half
-//   split M (kBlockM 128)   warpgroup w takes rows [64 w, 64 w + 64) and all columns, as two halves of 128
-//
 // One temporary of 64 registers serves all halves in turn: the other warpgroup covers the promotion. K order, the
 // promotion chunk and the arithmetic are the same in every tile shape, so a row's bits do not depend on the shape.
 //
@@ -12,49 +8,12 @@
 // unrolled by the ring, so that stage addresses are constants: rolled, it is 5% slower (H200).
 #pragma once
 
-#include "megamoe/pipeline/ring.cuh"
-#include "megamoe/ptx/wgmma.cuh"
+#include "megamoe/pipeline/stage_reader.cuh"
 #include "megamoe/schedule/units.cuh"
 
 namespace megamoe {
 
-constexpr uint32_t kHalves = cfg::kSplitM ? 2 : 1;
-constexpr uint32_t kHalfColumns = 128;
-constexpr uint32_t kHalfBytes = kHalfColumns * ptx::kSwizzleBytes;
 constexpr uint32_t kMaxKBlocks = cfg::kGemm1KBlocks > cfg::kGemm2KBlocks ? cfg::kGemm1KBlocks : cfg::kGemm2KBlocks;
-
-// Place of a math thread: its warpgroup, and where its accumulators lie.
-struct MathThread {
-    uint32_t warpgroup;  // 0 or 1
-    uint32_t warp;       // in the warpgroup
-    uint32_t lane;
-    uint32_t first_row;  // of its warp's 16 rows, in the block
-    uint32_t quad;       // lane % 4: columns 8 j + 2 quad + {0, 1}
-
-    __device__ __forceinline__ static MathThread identify() {
-        uint32_t thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // volatile: recomputed, not kept over the main loop
-        return MathThread(thread - cfg::kProducerWarps * kWarpSize);
-    }
-    __device__ __forceinline__ explicit MathThread(uint32_t math_thread)
-        : warpgroup(__shfl_sync(kFullMask, math_thread / (4 * kWarpSize), 0)),
-          warp(__shfl_sync(kFullMask, math_thread / kWarpSize % 4, 0)),
-          lane(math_thread % kWarpSize),
-          first_row((cfg::kSplitM ? warpgroup * 64 : 0) + warp * 16),
-          quad(lane % 4) {}
-
-    // Its two rows are row() and row() + 8.
-    __device__ __forceinline__ uint32_t row() const { return first_row + lane / 4; }
-    // First of the 128 columns of half h, in the tile.
-    __device__ __forceinline__ uint32_t column(uint32_t half) const {
-        return (cfg::kSplitM ? half : warpgroup) * kHalfColumns;
-    }
-};
-
-// Accumulators: values[half][4 j + 2 h + {0, 1}] is row() + 8 h, column(half) + 8 j + 2 quad + {0, 1}.
-struct Accumulators {
-    float values[kHalves][64];
-};
 
 // The weight scales of a tile, [2][kMaxKBlocks] in shared memory, one copy per math warp. GEMM1: row 0 is gate, row 1 is
 // up. GEMM2: rows 0 and 1 are the scale rows of the thread's halves.
@@ -117,34 +76,11 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&product)
     for (int i = 0; i < 64; ++i) sum[i] = __fmaf_rn(product[i], scale[(i >> 2) & 1][(i >> 1) & 1], sum[i]);
 }
 
-struct MainLoop {
-    const Ring& ring;
-    bool is_first_lane;
-    uint32_t a_descriptor;  // low words, of stage 0
-    uint32_t b_descriptor;
+struct MainLoop : StageReader {
     uint32_t row_scale_address;
-    RingPosition position;
-    bool alive = true;  // false once a wait was aborted; from then on nothing is waited for
 
     __device__ __forceinline__ MainLoop(const Ring& ring_, const MathThread& thread_)
-        : ring(ring_),
-          is_first_lane(thread_.lane == 0),
-          a_descriptor(ptx::wgmma_descriptor_low(ring_.activations(0) +
-                                             (cfg::kSplitM ? thread_.warpgroup * 64 * ptx::kSwizzleBytes : 0))),
-          b_descriptor(
-              ptx::wgmma_descriptor_low(ring_.weights(0) + (cfg::kSplitM ? 0 : thread_.warpgroup * kHalfBytes))),
-          row_scale_address(ring_.scales(0) + 4 * thread_.row()) {}
-
-    // The loaders keep the time and say when they gave up: the math warps have no registers to spare for a watchdog.
-    __device__ __forceinline__ void await_full(uint32_t stage) {
-        while (alive && !ptx::mbarrier_try_wait(ring.full(stage), position.phase)) alive = !ring.gave_up();
-    }
-
-    // The warp has read all it needs of the stage.
-    __device__ __forceinline__ void release(uint32_t stage) {
-        __syncwarp();
-        if (is_first_lane) ptx::mbarrier_arrive(ring.empty(stage));
-    }
+        : StageReader(ring_, thread_), row_scale_address(ring_.scales(0) + 4 * thread_.row()) {}
 
     __device__ __forceinline__ float load_row_scale(uint32_t stage, uint32_t row_offset) const {
         float scale;
@@ -199,16 +135,6 @@ struct MainLoop {
                 multiply_stage(k, position.stage, is_gemm2, weight_scales, sums, product);
                 position.advance();
             }
-        }
-    }
-
-    // Keeps the ring in step for a warpgroup whose rows are all padding.
-    __device__ __forceinline__ void skip(uint32_t k_blocks) {
-#pragma unroll 1
-        for (uint32_t k = 0; k < k_blocks; ++k) {
-            await_full(position.stage);
-            release(position.stage);
-            position.advance();
         }
     }
 };

@@ -22,6 +22,10 @@ __device__ __forceinline__ uint32_t wgmma_descriptor_low(uint32_t shared_address
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Waits until all but the last group are done.
+__device__ __forceinline__ void wgmma_wait_all_but_one() {
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
 
 // Keeps the compiler from moving reads of `d` above wgmma_wait_all().
 __device__ __forceinline__ void pin(float (&d)[64]) {

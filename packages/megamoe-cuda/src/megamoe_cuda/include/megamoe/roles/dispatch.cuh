@@ -74,6 +74,7 @@ struct Puller {
     __device__ __forceinline__ uint32_t buffer(uint32_t turn) const {
         return buffers + turn % cfg::kPullSlots * cfg::kPullSlotBytes;
     }
+    __device__ __forceinline__ uint32_t scales(uint32_t turn) const { return buffer(turn) + cfg::kInputRowBytes; }
     __device__ __forceinline__ uint32_t barrier(uint32_t turn) const { return barriers + turn % cfg::kPullSlots * 8; }
     __device__ __forceinline__ static uint32_t parity(uint32_t turn) { return turn / cfg::kPullSlots % 2; }
 
@@ -81,27 +82,33 @@ struct Puller {
         if (lane_id() != 0) return;
         const Workspace source = cta.peer(row.src_rank);
         const uint32_t token = row.entry.token_slot / cfg::kTopK;
-        ptx::mbarrier_arrive_expect_tx(barrier(turn), cfg::kHiddenSize + kScaleRowBytes);
-        ptx::bulk_load(buffer(turn), source.input_payload(token), cfg::kHiddenSize, barrier(turn));
-        ptx::bulk_load(buffer(turn) + cfg::kHiddenSize, source.input_scales(token), kScaleRowBytes, barrier(turn));
+        ptx::mbarrier_arrive_expect_tx(barrier(turn), cfg::kInputRowBytes + kScaleRowBytes);
+        ptx::bulk_load(buffer(turn), source.input_payload(token), cfg::kInputRowBytes, barrier(turn));
+        if constexpr (cfg::kHasRowScales) {
+            ptx::bulk_load(scales(turn), source.input_scales(token), kScaleRowBytes, barrier(turn));
+        }
     }
 
     // Waits for the row and sends it on; false when the wait was aborted.
     __device__ __forceinline__ bool store(const PoolRow& row, uint32_t turn) const {
         if (!wait_mbarrier(cta.watchdog(), Phase::kDispatch, row.src_rank, barrier(turn), parity(turn))) return false;
         if (lane_id() == 0) {
-            ptx::bulk_store(cta.workspace.pool_payload(row.ring_row()), buffer(turn), cfg::kHiddenSize);
+            ptx::bulk_store(cta.workspace.pool_payload(row.ring_row()), buffer(turn), cfg::kInputRowBytes);
             ptx::bulk_commit_group();
             *cta.workspace.pool_meta(row.ring_row()) = PoolMeta{row.src_rank, row.entry.token_slot, row.entry.weight, 0};
         }
-        for (uint32_t k = lane_id(); k < cfg::kGemm1KBlocks; k += kWarpSize) {
-            float scale;
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(buffer(turn) + cfg::kHiddenSize + 4 * k) : "memory");
-            cta.workspace.pool_scales(row.ring_slot(), k)[row.row_in_block] = scale;
-        }
+        if constexpr (cfg::kHasRowScales) store_scales(row, turn);
         ptx::fence_proxy_async_global();  // GEMM1 reads the scales with bulk copies
         ptx::fence_proxy_async_shared();  // the next row of this buffer overwrites them with one
         return true;
+    }
+
+    __device__ __forceinline__ void store_scales(const PoolRow& row, uint32_t turn) const {
+        for (uint32_t k = lane_id(); k < cfg::kGemm1KBlocks; k += kWarpSize) {
+            float scale;
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(scales(turn) + 4 * k) : "memory");
+            cta.workspace.pool_scales(row.ring_slot(), k)[row.row_in_block] = scale;
+        }
     }
 
     // Tells GEMM1 that the oldest row that is not published is in its block; `kLater` rows were stored after it.

@@ -1,4 +1,4 @@
-// GEMM1's end: activation, one scale per row and 128 channels, FP8, into the A2 ring.
+// GEMM1's end: bias, activation, one scale per row and 128 channels, FP8, into the A2 ring. Mode bf16: BF16, no scale.
 //
 // A tile of 256 interleaved columns gives 128 channels, and they share ONE scale per row: with split N each warpgroup
 // finishes 64 of them, and the two exchange their rows' amax through shared memory. (Scales per 64 cost end-to-end
@@ -7,6 +7,7 @@
 
 #include "megamoe/numerics/activation.cuh"
 #include "megamoe/numerics/fp8_block.cuh"
+#include "megamoe/pipeline/bias.cuh"
 #include "megamoe/pipeline/fragments.cuh"
 #include "megamoe/pipeline/main_loop.cuh"
 #include "megamoe/ptx/tma.cuh"
@@ -71,6 +72,39 @@ __device__ __forceinline__ void store_a2_row(const Cta& cta, const MathThread& t
     }
 }
 
+__device__ __forceinline__ void store_a2_fp8(const Cta& cta, const MathThread& thread, const Tile& tile,
+                                             const Accumulators& sums, uint32_t exchange, bool alive) {
+    uint32_t amax_bits[2] = {row_amax_bits(sums, 0), row_amax_bits(sums, 1)};
+    if constexpr (!cfg::kSplitM) exchange_amax(exchange, thread, amax_bits);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const BlockScale scale(amax_bits[h]);
+        store_a2_row(cta, thread, tile, sums, h, scale, alive && thread.row() + 8 * h < tile.num_rows);
+    }
+}
+
+// A half holds 64 channels of a row: 8 groups of 8, of which each lane of a quad gets two to store, 16 bytes each.
+__device__ __forceinline__ void store_a2_bf16(const Cta& cta, const MathThread& thread, const Tile& tile,
+                                              const Accumulators& sums, bool alive) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const uint32_t row = thread.row() + 8 * h;
+        uint8_t* payload = cta.workspace.a2_payload(tile.ring_slot * cfg::kBlockM + row);
+#pragma unroll
+        for (uint32_t group = 0; group < 2 * kHalves; ++group) {
+            const float* values = sums.values[group / 2] + 16 * (group % 2) + 2 * h;
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = ptx::pack_bf16x2(values[4 * i], values[4 * i + 1]);
+            transpose_in_quad(words, thread.quad);
+            const uint32_t channel = tile.n_tile * 128 + thread.column(group / 2) / 2 + 32 * (group % 2) + 8 * thread.quad;
+            if (alive && row < tile.num_rows) {
+                *reinterpret_cast<uint4*>(payload + 2 * channel) = make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+}
+
 // Raises `flag` once the threads that share the tile's rows have stored; red.release.gpu after their barrier.
 __device__ __forceinline__ void publish_tile(const MathThread& thread, uint32_t* flag, bool alive) {
     if constexpr (cfg::kSplitM) {
@@ -101,18 +135,17 @@ __device__ __forceinline__ void tap_accumulators(const Cta& cta, const PoolPlan&
 
 __device__ __forceinline__ void gemm1_epilogue(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
                                                const Tile& tile, Accumulators& sums, uint32_t exchange, bool alive) {
+    if constexpr (cfg::kHasBias) {
+        constexpr uint32_t kColumns = 2 * cfg::kIntermediateSize;
+        add_bias(sums, thread, cta.own().w13_bias + tile.expert * kColumns + tile.n_tile * cfg::kBlockN);
+    }
     if constexpr (cfg::kTapGemm1) {
         if (alive) tap_accumulators(cta, plan, thread, tile, sums);
     }
 #pragma unroll
     for (uint32_t half = 0; half < kHalves; ++half) activate_half(sums.values[half]);
-    uint32_t amax_bits[2] = {row_amax_bits(sums, 0), row_amax_bits(sums, 1)};
-    if constexpr (!cfg::kSplitM) exchange_amax(exchange, thread, amax_bits);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const BlockScale scale(amax_bits[h]);
-        store_a2_row(cta, thread, tile, sums, h, scale, alive && thread.row() + 8 * h < tile.num_rows);
-    }
+    if constexpr (cfg::kHasRowScales) store_a2_fp8(cta, thread, tile, sums, exchange, alive);
+    else store_a2_bf16(cta, thread, tile, sums, alive);
     ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies
     publish_tile(thread, cta.workspace.a2_written(cta.epoch) + tile.block, alive);
 }

@@ -1,4 +1,4 @@
-// GEMM2's end: router weight on the FP32 accumulator, the transport's rounding, and each row to its token's home rank.
+// GEMM2's end: bias, router weight on the FP32 accumulator, the transport's rounding, and each row to its token's home rank.
 //
 // A warp stages its 16 rows in shared memory, 128 bytes a row at a time, and stores whole lines: four rows of 128
 // contiguous bytes per instruction, which NVLink likes better than the fragments' 16.
@@ -13,6 +13,7 @@ namespace megamoe {
 
 constexpr uint32_t kStagedRowBytes = 128;
 constexpr uint32_t kLaneBytes = 16;
+constexpr uint32_t kSentPayloadBytes = cfg::kTransport == Transport::kBf16 ? 2 * cfg::kHiddenSize : cfg::kHiddenSize;
 
 // Asks for the meta of the warp's 16 rows, before the main loop: it lies in the staging lines when the epilogue comes,
 // and costs no register meanwhile.
@@ -58,7 +59,7 @@ __device__ __forceinline__ uint32_t staged_address(uint32_t staging, uint32_t ro
     return staging + row * kStagedRowBytes + ((chunk ^ (row & 7)) * kLaneBytes);
 }
 
-// Sends the 16 staged lines to byte `offset` of their rows.
+// Sends the 16 staged lines to byte `offset` of their rows; what lies past the row's payload is not sent.
 __device__ __forceinline__ void send_staged_lines(uint32_t staging, uint8_t* const (&rows)[4], uint32_t offset,
                                                   uint32_t lane) {
     __syncwarp();
@@ -70,7 +71,8 @@ __device__ __forceinline__ void send_staged_lines(uint32_t staging, uint8_t* con
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                      : "r"(staged_address(staging, 4 * i + lane / 8, chunk))
                      : "memory");
-        if (rows[i] != nullptr) *reinterpret_cast<uint4*>(rows[i] + offset + chunk * kLaneBytes) = v;
+        const bool inside = !cfg::kRaggedHidden || offset + chunk * kLaneBytes < kSentPayloadBytes;
+        if (rows[i] != nullptr && inside) *reinterpret_cast<uint4*>(rows[i] + offset + chunk * kLaneBytes) = v;
     }
     __syncwarp();
 }
@@ -158,6 +160,10 @@ __device__ __forceinline__ void send_half_fp8(float (&values)[64], const float (
 
 __device__ __forceinline__ void gemm2_epilogue(const Cta& cta, const MathThread& thread, const Tile& tile,
                                                Accumulators& sums, uint32_t staging, bool alive) {
+    if constexpr (cfg::kHasBias) {
+        constexpr uint32_t kColumns = cfg::kGemm2NTiles * cfg::kBlockN;
+        add_bias(sums, thread, cta.own().w2_bias + tile.expert * kColumns + tile.n_tile * cfg::kBlockN);
+    }
     const RowHome home = RowHome::await(cta, thread, tile, staging, alive);
     const float weight[2] = {__shfl_sync(kFullMask, home.weight, thread.lane / 4),
                              __shfl_sync(kFullMask, home.weight, thread.lane / 4 + 8)};
@@ -167,7 +173,7 @@ __device__ __forceinline__ void gemm2_epilogue(const Cta& cta, const MathThread&
 #pragma unroll
     for (uint32_t half = 0; half < kHalves; ++half) {
         const uint32_t column = tile.n_tile * cfg::kBlockN + thread.column(half);
-        if (column >= cfg::kHiddenSize) continue;  // the last tile of an H that is an odd multiple of 128
+        if (column >= cfg::kHiddenSize) continue;  // the last tile of an H that is no multiple of 256
         if constexpr (cfg::kTransport == Transport::kBf16) {
             send_half_bf16(sums.values[half], weight, rows, column, staging, thread);
         } else {

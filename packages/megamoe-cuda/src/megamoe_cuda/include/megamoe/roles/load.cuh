@@ -98,7 +98,9 @@ __device__ __forceinline__ bool load_activations(const Cta& cta, const Tile& til
     return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
         ptx::mbarrier_arrive_expect_tx(full, cfg::kActivationStageBytes + cfg::kScaleStageBytes);
         ptx::tma_load_2d(ring.activations(stage), map, k * 128, tile.ring_slot * cfg::kBlockM, full);
-        ptx::bulk_load(ring.scales(stage), scales + k * cfg::kBlockM, cfg::kScaleStageBytes, full);
+        if constexpr (cfg::kHasRowScales) {
+            ptx::bulk_load(ring.scales(stage), scales + k * cfg::kBlockM, cfg::kScaleStageBytes, full);
+        }
     });
 }
 

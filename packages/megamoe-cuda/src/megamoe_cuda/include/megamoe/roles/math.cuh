@@ -4,11 +4,22 @@
 // multiplies: who the CTA and the thread are is recalled for each epilogue.
 #pragma once
 
+#include "megamoe/pipeline/main_loop_bf16.cuh"
 #include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/roles/combine.cuh"
 #include "megamoe/symm/trace.cuh"
 
 namespace megamoe {
+
+template <Mode kMode>
+struct MainLoopOf {
+    using Type = MainLoop;
+};
+template <>
+struct MainLoopOf<Mode::kBf16> {
+    using Type = Bf16MainLoop;
+};
+using ModeMainLoop = MainLoopOf<cfg::kMode>::Type;
 
 // Shared memory of the math warps besides the ring.
 __device__ __forceinline__ uint32_t staging_lines(const Ring& ring, const MathThread& thread) {
@@ -16,7 +27,7 @@ __device__ __forceinline__ uint32_t staging_lines(const Ring& ring, const MathTh
 }
 
 __device__ __forceinline__ void start_tile(const KernelArguments& arguments, const Ring& ring, const TileQueue& queue,
-                                           uint32_t turn, MainLoop& loop) {
+                                           uint32_t turn, ModeMainLoop& loop) {
     const Tile tile = queue.read(turn);
     if (!tile.is_gemm2) return;
     loop.await_full(loop.position.stage);  // what the loader waited for is visible: the block's meta too
@@ -43,7 +54,7 @@ __device__ __forceinline__ bool has_only_padding(const Tile& tile) {
 
 // Keeps the ring and the flags in step without a multiplication.
 __device__ __forceinline__ void skip_tile(const KernelArguments& arguments, const Ring& ring, const Tile& tile,
-                                          MainLoop& loop) {
+                                          ModeMainLoop& loop) {
     loop.skip(tile.k_blocks());
     const Cta cta = recall_cta(arguments, ring.facts());
     uint32_t* flag = tile.is_gemm2 ? cta.workspace.block_retired(cta.epoch) : cta.workspace.a2_written(cta.epoch);
@@ -56,8 +67,10 @@ __device__ __forceinline__ bool prepare_tile(const KernelArguments& arguments, c
     queue.await(turn);
     const Tile tile = queue.read(turn);
     if (tile.is_end()) return false;
-    const MathThread thread = MathThread::identify();
-    WeightScales(ring, thread).fetch(recall_cta(arguments, ring.facts()), thread, tile);
+    if constexpr (cfg::kHasRowScales) {
+        const MathThread thread = MathThread::identify();
+        WeightScales(ring, thread).fetch(recall_cta(arguments, ring.facts()), thread, tile);
+    }
     return true;
 }
 
@@ -76,7 +89,7 @@ __device__ __forceinline__ void end_call(const KernelArguments& arguments, const
 
 __device__ __forceinline__ void math_role(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
                                           const TileQueue& queue) {
-    MainLoop loop(ring, MathThread::identify());
+    ModeMainLoop loop(ring, MathThread::identify());
     const WeightScales weight_scales(ring, MathThread::identify());
     bool more = prepare_tile(arguments, ring, queue, 0);
     // What follows the last tile stands inside the loop: code after it made ptxas drop the register budget and spill
@@ -96,7 +109,7 @@ __device__ __forceinline__ void math_role(const KernelArguments& arguments, cons
             continue;
         }
         Accumulators sums;
-        weight_scales.await();
+        if constexpr (cfg::kHasRowScales) weight_scales.await();
         start_tile(arguments, ring, queue, turn, loop);
         loop.multiply(tile.is_gemm2, weight_scales, sums);
         more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue

@@ -1,4 +1,5 @@
-// Stage: this rank's tokens become e4m3 payload and FP32 scales in its symmetric workspace, where owners pull them.
+// Stage: this rank's tokens become e4m3 payload and FP32 scales in its symmetric workspace, where owners pull them. In
+// mode bf16 they are copied as they are.
 //
 // All threads of all CTAs; published by the join that ends `route`. Also zeroes the counters that the next call uses.
 #pragma once
@@ -62,11 +63,15 @@ __device__ __forceinline__ void quantize_input(const Cta& cta) {
     }
 }
 
-__device__ __forceinline__ void copy_quantized_input(const Cta& cta) {
+__device__ __forceinline__ void copy_payload(const Cta& cta) {
     const auto* payload = static_cast<const uint4*>(cta.own().hidden_states);
     auto* staged = reinterpret_cast<uint4*>(cta.workspace.input_payload(0));
-    const uint64_t payload_words = static_cast<uint64_t>(cta.num_tokens) * (cfg::kHiddenSize / 16);
+    const uint64_t payload_words = static_cast<uint64_t>(cta.num_tokens) * (cfg::kInputRowBytes / 16);
     for (uint64_t i = thread_in_rank(cta); i < payload_words; i += kThreadsPerRank) staged[i] = __ldg(payload + i);
+}
+
+__device__ __forceinline__ void copy_quantized_input(const Cta& cta) {
+    copy_payload(cta);
     const uint32_t num_scales = cta.num_tokens * cfg::kGemm1KBlocks;
     for (uint32_t i = thread_in_rank(cta); i < num_scales; i += kThreadsPerRank) {
         const uint32_t token = i / cfg::kGemm1KBlocks;
@@ -75,8 +80,12 @@ __device__ __forceinline__ void copy_quantized_input(const Cta& cta) {
 }
 
 __device__ __forceinline__ void stage_input(const Cta& cta) {
-    if (cta.own().hidden_scales == nullptr) quantize_input(cta);
-    else copy_quantized_input(cta);
+    if constexpr (!cfg::kHasRowScales) {
+        copy_payload(cta);
+    } else {
+        if (cta.own().hidden_scales == nullptr) quantize_input(cta);
+        else copy_quantized_input(cta);
+    }
 }
 
 }  // namespace megamoe

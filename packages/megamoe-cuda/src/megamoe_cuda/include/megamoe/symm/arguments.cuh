@@ -8,12 +8,12 @@ namespace megamoe {
 
 // Where a rank reads its input and writes its output, and its weights.
 struct RankArguments {
-    ptx::TensorMap w13;   // [E_local * 2I, H] bytes, box 256 rows x 128
-    ptx::TensorMap w2;    // [E_local * H, I] bytes, box 256 rows x 128
-    ptx::TensorMap pool;  // [ring_rows, H] bytes, box kBlockM rows x 128
-    ptx::TensorMap a2;    // [ring_rows, I] bytes, box kBlockM rows x 128
+    ptx::TensorMap w13;   // [E_local * 2I, kInputRowBytes] bytes, box 256 rows x 128
+    ptx::TensorMap w2;    // [E_local * H, kA2RowBytes] bytes, box 256 rows x 128
+    ptx::TensorMap pool;  // [ring_rows, kInputRowBytes] bytes, box kBlockM rows x 128
+    ptx::TensorMap a2;    // [ring_rows, kA2RowBytes] bytes, box kBlockM rows x 128
     const void* hidden_states;     // [T, H] BF16, or e4m3 when hidden_scales is set
-    const float* hidden_scales;    // [T, H / 128], or null: quantise here
+    const float* hidden_scales;    // [T, H / 128]; null: quantise here, where the mode does
     const void* topk_ids;          // [T, K] int32 or int64
     const float* topk_weights;     // [T, K]
     const float* w13_scale;        // [E_local, 2I / 128, H / 128], packed order
@@ -25,6 +25,8 @@ struct RankArguments {
     uint64_t* trace;               // [kCtasPerRank, kTracePoints] ns; only where cfg::kTrace
     uint32_t num_tokens;
     uint32_t topk_ids_are_int64;
+    const float* w13_bias;         // [E_local, 2I], interleaved as w13; only where cfg::kHasBias
+    const float* w2_bias;          // [E_local, H rounded up to 256]; likewise
 };
 
 // What ended a call, for the host, in host-mapped memory.

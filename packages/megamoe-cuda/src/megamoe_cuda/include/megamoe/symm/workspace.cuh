@@ -67,7 +67,7 @@ struct Workspace {
 
     // Written by peers or read by them.
     __device__ __forceinline__ uint8_t* input_payload(uint32_t token) const {
-        return base + cfg::kOffsetInputPayload + static_cast<uint64_t>(token) * cfg::kHiddenSize;
+        return base + cfg::kOffsetInputPayload + static_cast<uint64_t>(token) * cfg::kInputRowBytes;
     }
     __device__ __forceinline__ float* input_scales(uint32_t token) const {
         return at<float>(cfg::kOffsetInputScales) + static_cast<uint64_t>(token) * cfg::kInputScaleStride;
@@ -86,7 +86,7 @@ struct Workspace {
 
     // The ring. Scales are transposed inside a block, [K / 128][kBlockM], as the main loop reads them.
     __device__ __forceinline__ uint8_t* pool_payload(uint32_t ring_row) const {
-        return base + cfg::kOffsetPoolPayload + static_cast<uint64_t>(ring_row) * cfg::kHiddenSize;
+        return base + cfg::kOffsetPoolPayload + static_cast<uint64_t>(ring_row) * cfg::kInputRowBytes;
     }
     __device__ __forceinline__ float* pool_scales(uint32_t ring_slot, uint32_t k_block) const {
         return at<float>(cfg::kOffsetPoolScales) +
@@ -96,7 +96,7 @@ struct Workspace {
         return at<PoolMeta>(cfg::kOffsetPoolMeta) + ring_row;
     }
     __device__ __forceinline__ uint8_t* a2_payload(uint32_t ring_row) const {
-        return base + cfg::kOffsetA2Payload + static_cast<uint64_t>(ring_row) * cfg::kIntermediateSize;
+        return base + cfg::kOffsetA2Payload + static_cast<uint64_t>(ring_row) * cfg::kA2RowBytes;
     }
     __device__ __forceinline__ float* a2_scales(uint32_t ring_slot, uint32_t k_block) const {
         return at<float>(cfg::kOffsetA2Scales) +

@@ -1,0 +1,48 @@
+// How a math thread follows the ring of stages: what the main loops of all modes share.
+#pragma once
+
+#include "megamoe/pipeline/math_thread.cuh"
+#include "megamoe/pipeline/ring.cuh"
+#include "megamoe/ptx/wgmma.cuh"
+
+namespace megamoe {
+
+struct StageReader {
+    const Ring& ring;
+    bool is_first_lane;
+    uint32_t a_descriptor;  // low words, of stage 0
+    uint32_t b_descriptor;
+    RingPosition position;
+    bool alive = true;  // false once a wait was aborted; from then on nothing is waited for
+
+    __device__ __forceinline__ StageReader(const Ring& ring_, const MathThread& thread_)
+        : ring(ring_),
+          is_first_lane(thread_.lane == 0),
+          a_descriptor(ptx::wgmma_descriptor_low(ring_.activations(0) +
+                                             (cfg::kSplitM ? thread_.warpgroup * 64 * ptx::kSwizzleBytes : 0))),
+          b_descriptor(
+              ptx::wgmma_descriptor_low(ring_.weights(0) + (cfg::kSplitM ? 0 : thread_.warpgroup * kHalfBytes))) {}
+
+    // The loaders keep the time and say when they gave up: the math warps have no registers to spare for a watchdog.
+    __device__ __forceinline__ void await_full(uint32_t stage) {
+        while (alive && !ptx::mbarrier_try_wait(ring.full(stage), position.phase)) alive = !ring.gave_up();
+    }
+
+    // The warp has read all it needs of the stage.
+    __device__ __forceinline__ void release(uint32_t stage) {
+        __syncwarp();
+        if (is_first_lane) ptx::mbarrier_arrive(ring.empty(stage));
+    }
+
+    // Keeps the ring in step for a warpgroup whose rows are all padding.
+    __device__ __forceinline__ void skip(uint32_t k_blocks) {
+#pragma unroll 1
+        for (uint32_t k = 0; k < k_blocks; ++k) {
+            await_full(position.stage);
+            release(position.stage);
+            position.advance();
+        }
+    }
+};
+
+}  // namespace megamoe
