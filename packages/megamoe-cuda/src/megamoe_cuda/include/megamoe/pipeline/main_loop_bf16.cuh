@@ -29,8 +29,9 @@ struct Bf16MainLoop : StageReader {
         if (is_first_lane && !is_first) ptx::mbarrier_arrive(ring.empty(previous));
     }
 
-    __device__ __forceinline__ void multiply(bool is_gemm2, const WeightScales&, Accumulators& sums) {
-        uint32_t k_blocks = is_gemm2 ? cfg::kGemm2KBlocks : cfg::kGemm1KBlocks;
+    __device__ __forceinline__ void multiply(const Tile& tile, const WeightScales&, Accumulators (&parts)[1]) {
+        Accumulators& sums = parts[0];
+        uint32_t k_blocks = tile.k_blocks();
         asm volatile("" : "+r"(k_blocks));
         uint32_t last = cfg::kNumStages - 1;
         if constexpr (cfg::kUnrollByRing) {  // every K is a multiple of the ring: a tile starts at stage 0

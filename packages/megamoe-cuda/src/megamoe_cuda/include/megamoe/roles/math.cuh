@@ -36,7 +36,7 @@ __device__ __forceinline__ void start_tile(const KernelArguments& arguments, con
 }
 
 __device__ __forceinline__ void end_tile(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
-                                         const TileQueue& queue, uint32_t turn, Accumulators& sums, bool alive) {
+                                         const TileQueue& queue, uint32_t turn, Accumulators (&sums)[kParts], bool alive) {
     const Cta cta = recall_cta(arguments, ring.facts());
     const MathThread thread = MathThread::identify();
     const Tile tile = queue.read(turn);
@@ -108,10 +108,10 @@ __device__ __forceinline__ void math_role(const KernelArguments& arguments, cons
             more = prepare_tile(arguments, ring, queue, turn + 1);
             continue;
         }
-        Accumulators sums;
+        Accumulators sums[kParts];
         if constexpr (cfg::kHasRowScales) weight_scales.await();
         start_tile(arguments, ring, queue, turn, loop);
-        loop.multiply(tile.is_gemm2, weight_scales, sums);
+        loop.multiply(tile, weight_scales, sums);
         more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
         end_tile(arguments, plan, ring, queue, turn, sums, loop.alive);
         queue.release(turn);
