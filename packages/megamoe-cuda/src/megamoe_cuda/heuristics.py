@@ -22,9 +22,9 @@ AUTO = "auto"
 # Stages: as many as fit beside the staging of the epilogue. Registers: what the warpgroups need without spills.
 M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224)
 M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224)
-FEWER_BF16_STAGES_ABOVE = 4096
-"""H above which mode bf16 has a stage less: a row takes 2 H bytes of shared memory on its way to the pool, and beside
-four stages there is room for fewer than two."""
+FEWER_STAGES_ABOVE = 4096
+"""H above which the modes that need more shared memory have a stage less, so that rows find room on their way to the pool:
+in mode bf16 a row takes 2 H bytes; in mode a8w4 the converted weights of m128 take 64 KiB."""
 TILES = {tile.name: tile for tile in (M64, M128)}
 
 SWITCH_ROWS_PER_EXPERT = 50
@@ -126,7 +126,7 @@ def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
     if name not in config_names():
         raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(config_names()))
     tiles = _tiles_up_to_capacity(problem) if name == AUTO else (TILES[name],)
-    if problem.quant is QuantMode.BF16 and problem.hidden_size > FEWER_BF16_STAGES_ABOVE:
+    if problem.quant is not QuantMode.A8W8 and problem.hidden_size > FEWER_STAGES_ABOVE:
         tiles = tuple(replace(tile, num_stages=tile.num_stages - 1) for tile in tiles)
     return SessionConfig(name=name, tiles=tiles, rings=tuple(_ring(problem, tile.block_m) for tile in tiles))
 

@@ -29,7 +29,7 @@ class TileConfig:
 
     Attributes:
         name: what `plan(problem, config=...)` calls it.
-        block_m: rows of a tile: 64 (the warpgroups split the columns) or 128 (they split the rows).
+        block_m: rows of a tile: 64 or 128.
         num_stages: shared-memory stages of 128 of K.
         producer_registers: registers per thread of the producer warpgroup; a multiple of 8.
         math_registers: the same of the math warpgroups.
@@ -48,11 +48,6 @@ class TileConfig:
         available = REGISTERS_AT_ENTRY * NUM_THREADS
         if num_registers > available:  # the last warpgroup would wait for its registers for ever
             raise ConfigError("the warpgroups' registers exceed the CTA's", got=num_registers, expected=available)
-
-    @property
-    def split_m(self) -> bool:
-        """Whether each math warpgroup takes half of the rows (and all columns), instead of half of the columns."""
-        return self.block_m == 128
 
 
 def row_granule(quant: QuantMode) -> int:
@@ -125,6 +120,14 @@ class KernelConfig:
     def num_ctas(self) -> int:
         """CTAs of a launch."""
         return self.num_virtual_ranks * self.ctas_per_rank
+
+    @property
+    def split_m(self) -> bool:
+        """Whether each math warpgroup takes half of the rows (and all columns), instead of half of the columns.
+
+        In mode a8w4 a warpgroup takes half of the columns at any height: it converts those weights only.
+        """
+        return self.tile.block_m == 128 and self.quant is not QuantMode.A8W4
 
     @property
     def has_row_scales(self) -> bool:

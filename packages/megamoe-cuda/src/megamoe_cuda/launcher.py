@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megamoe.problem import QuantMode
 from megamoe.schedule.tiles import round_up
 from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe_cuda.driver import check
@@ -24,7 +25,7 @@ STRUCT_ALIGNMENT = 64  # of a CUtensorMap
 DEFAULT_TIMEOUT_S = 300.0  # kernels that one rank had to compile first are late by minutes
 FAILURE_RECORD = struct.Struct("<8I")
 MAPS_BYTES = 4 * TENSOR_MAP_BYTES  # of RankArguments: w13, w2, pool, a2
-POINTERS = struct.Struct("<11Q2I2Q")  # the rest of RankArguments
+POINTERS = struct.Struct("<11Q2I4Q")  # the rest of RankArguments
 RANK_BYTES = round_up(MAPS_BYTES + POINTERS.size, STRUCT_ALIGNMENT)
 PHASES = ("stage", "route", "dispatch", "gemm1", "gemm2", "finish", "combine", "pipeline")
 """Names of megamoe::Phase (symm/watchdog.cuh)."""
@@ -192,6 +193,7 @@ class _ArgumentBlock:
         if header != self._last_header:
             self._header.pack_into(self._buffer, 0, *header)
             self._last_header, self._last_weights = header, [None] * len(calls)
+        packed = self._config.quant is QuantMode.A8W4
         for index, call in enumerate(calls):
             offset = self._ranks_offset + index * RANK_BYTES
             if self._last_weights[index] != (call.w13, call.w2):
@@ -215,21 +217,27 @@ class _ArgumentBlock:
                 call.topk_ids_are_int64,
                 call.w13_bias,
                 call.w2_bias,
+                call.w13 if packed else 0,
+                call.w2 if packed else 0,
             )
 
     def _write_maps(self, offset: int, workspace: int, call: RankCall) -> None:
         config = self._config
         block_m, ring_rows = config.tile.block_m, config.ring.num_rows
         input_bytes, a2_bytes = config.input_row_bytes, config.a2_row_bytes
-        matrices = (
+        weights = (
             (call.w13, config.num_local_experts * 2 * config.intermediate_size, input_bytes, BLOCK_N),
             (call.w2, config.num_local_experts * config.hidden_size, a2_bytes, BLOCK_N),
+        )
+        activations = (
             (workspace + self._layout.offset("pool_payload"), ring_rows, input_bytes, block_m),
             (workspace + self._layout.offset("a2_payload"), ring_rows, a2_bytes, block_m),
         )
-        maps = b"".join(
+        packed = config.quant is QuantMode.A8W4  # packed weights are read without a map
+        maps = bytes(len(weights) * TENSOR_MAP_BYTES) if packed else b""
+        maps += b"".join(
             byte_matrix_map(address, num_rows=rows, num_columns=columns, box_rows=box)
-            for address, rows, columns, box in matrices
+            for address, rows, columns, box in (activations if packed else weights + activations)
         )
         ctypes.memmove(ctypes.addressof(self._buffer) + offset, maps, MAPS_BYTES)
 

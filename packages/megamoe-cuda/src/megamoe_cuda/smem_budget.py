@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe.errors import ConfigError
+from megamoe.problem import QuantMode
 from megamoe.schedule.tiles import round_up
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, MAX_DISPATCH_WARPS, NUM_MATH_WARPS, KernelConfig
 from megamoe_cuda.workspace_layout import kernel_workspace
@@ -17,6 +18,9 @@ FACTS_BYTES = 12  # CtaFacts of symm/cta.cuh
 QUEUE_SLOTS = 4  # kQueueSlots of pipeline/tile_queue.cuh
 TILE_BYTES = 24  # Tile of schedule/units.cuh
 TILE_SLOT_BYTES = 32
+PACKED_STAGE_BYTES = BLOCK_N * (BLOCK_K // 2 + 4)  # mode a8w4: two codes a byte, and a word of table entries per row
+OPERAND_BUFFERS = 2  # of e4m3 operands that packed weights become (pipeline/main_loop_fp4.cuh)
+OPERAND_TABLES_BYTES = 16 * 8  # numerics/fp4_as_fp8.cuh
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
 BULK_ALIGNMENT = 128  # bulk copies want 16
 MAX_PULL_SLOTS = 4  # rows in flight per dispatch warp
@@ -30,6 +34,7 @@ class SharedMemory:
     weight_stage_bytes: int
     scale_stage_bytes: int
     activations: int
+    operands: int
     weights: int
     scales: int
     staging: int
@@ -42,6 +47,7 @@ class SharedMemory:
     result: int
     gave_up: int
     facts: int
+    operand_tables: int
     pool_plan: int
     pool_plan_bytes: int
     pull: int
@@ -62,15 +68,16 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     """
     tile = config.tile
     activation_stage = tile.block_m * BLOCK_K
-    weight_stage = BLOCK_N * BLOCK_K
+    weight_stage = PACKED_STAGE_BYTES if config.quant is QuantMode.A8W4 else BLOCK_N * BLOCK_K
     scale_stage = tile.block_m * FLOAT_BYTES if config.has_row_scales else 0
 
     activations = 0
-    weights = activations + tile.num_stages * activation_stage
+    operands = activations + tile.num_stages * activation_stage
+    weights = operands + (OPERAND_BUFFERS * BLOCK_N * BLOCK_K if config.quant is QuantMode.A8W4 else 0)
     scales = weights + tile.num_stages * weight_stage
     staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
-    exchanges_amax = config.has_row_scales and not tile.split_m
+    exchanges_amax = config.has_row_scales and not config.split_m
     weight_scales = exchange + (2 * tile.block_m * FLOAT_BYTES if exchanges_amax else 0)  # two warpgroups
     tiles = weight_scales + (NUM_MATH_WARPS * _weight_scale_bytes(config) if config.has_row_scales else 0)
     barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES
@@ -79,7 +86,8 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     result = pull_barriers + MAX_DISPATCH_WARPS * MAX_PULL_SLOTS * BARRIER_BYTES
     gave_up = result + WORD_BYTES
     facts = gave_up + WORD_BYTES
-    pool_plan = facts + FACTS_BYTES
+    operand_tables = facts + FACTS_BYTES
+    pool_plan = operand_tables + (OPERAND_TABLES_BYTES if config.quant is QuantMode.A8W4 else 0)
     pool_plan_bytes = _pool_plan_bytes(config)
     pull = round_up(pool_plan + pool_plan_bytes, BULK_ALIGNMENT)
 
@@ -101,6 +109,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         weight_stage_bytes=weight_stage,
         scale_stage_bytes=scale_stage,
         activations=activations,
+        operands=operands,
         weights=weights,
         scales=scales,
         staging=staging,
@@ -113,6 +122,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         result=result,
         gave_up=gave_up,
         facts=facts,
+        operand_tables=operand_tables,
         pool_plan=pool_plan,
         pool_plan_bytes=pool_plan_bytes,
         pull=pull,

@@ -17,7 +17,7 @@ from megamoe.schedule.workspace import (
 )
 from megamoe_cuda.kernel_config import KernelConfig
 
-ROWS = {QuantMode.A8W8: "a8w8", QuantMode.BF16: "bf16"}  # keys of ACTIVATION_ROWS
+ROWS = {QuantMode.A8W8: "a8w8", QuantMode.BF16: "bf16", QuantMode.A8W4: "a8w4:fp8_1x128"}  # keys of ACTIVATION_ROWS
 NUM_ROUTE_WORDS = 2  # the join of the CTAs that route; the units that CTAs have claimed
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from megamoe.backend import Capability, HiddenStates, StageTaps, Verdict
 from megamoe.layouts import INTERLEAVED_8
 from megamoe.formats import ActivationFormat, activation_format
-from megamoe.problem import MoEProblem, QuantMode
-from megamoe.schedule.tiles import round_up
+from megamoe.problem import ActFormat, MoEProblem, QuantMode
+from megamoe.schedule.tiles import ceil_div, round_up
 from megamoe.reference.staged import staged
 from megamoe.tensors import WEIGHT_TYPE, ExpertWeights, GateUpLayout, PreparedWeights
-from megamoe_cuda import backend, session
+from megamoe_cuda import backend, fp4_stages, session
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, KernelConfig
 from megamoe_cuda.launcher import TRACE_POINTS, RankCall
 from megamoe_cuda.taps import pool_rows
@@ -98,6 +98,7 @@ def at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _problem(config: KernelConfig) -> MoEProblem:
+    act_format = ActFormat.FP8_1X128 if config.quant is QuantMode.A8W4 else None
     return MoEProblem(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -106,6 +107,7 @@ def _problem(config: KernelConfig) -> MoEProblem:
         num_max_tokens_per_rank=config.num_max_tokens_per_rank,
         ep_size=config.num_ranks,
         quant=config.quant,
+        act_format=act_format,
         transport=config.transport,
         activation=config.activation,
         swiglu_limit=config.swiglu_limit,
@@ -154,11 +156,16 @@ def _prepared_shapes(problem: MoEProblem) -> dict[str, tuple[tuple[int, ...], to
     matrices = {"w13": (2 * inter, hidden), "w2": (hidden, inter)}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, (rows, columns) in matrices.items():
+        row_blocks, k_blocks = ceil_div(rows, BLOCK_K), ceil_div(columns, BLOCK_K)
         if problem.quant is QuantMode.BF16:
             shapes[f"{name}_weight"] = ((experts, rows, columns), torch.bfloat16)
+            continue
+        shapes[f"{name}_weight_scale"] = ((experts, row_blocks, k_blocks), torch.float32)
+        if problem.quant is QuantMode.A8W4:
+            stages = (experts, ceil_div(rows, BLOCK_N), k_blocks, fp4_stages.STAGE_BYTES)
+            shapes[f"{name}_weight"] = (stages, torch.uint8)
         else:
             shapes[f"{name}_weight"] = ((experts, rows, columns), torch.float8_e4m3fn)
-            shapes[f"{name}_weight_scale"] = ((experts, rows // BLOCK_K, columns // BLOCK_K), torch.float32)
     if problem.expert_bias:
         shapes["w13_bias"] = ((experts, 2 * inter), torch.float32)
         shapes["w2_bias"] = ((experts, round_up(hidden, BLOCK_N)), torch.float32)

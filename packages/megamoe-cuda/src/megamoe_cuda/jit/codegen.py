@@ -23,7 +23,7 @@ KERNEL_NAME = "sm90_mega_moe"
 
 _TRANSPORTS = {Transport.BF16: "kBf16", Transport.FP8_BLOCKWISE_1X32: "kFp8Blockwise1x32"}
 _ACTIVATIONS = {Activation.SWIGLU: "kSwiglu", Activation.SWIGLU_OAI: "kSwigluOai"}
-_MODES = {QuantMode.A8W8: "kA8w8", QuantMode.BF16: "kBf16"}
+_MODES = {QuantMode.A8W8: "kA8w8", QuantMode.BF16: "kBf16", QuantMode.A8W4: "kA8w4"}
 _OFFSETS = {
     "InputPayload": "input_payload",
     "InputScales": "input_scales",
@@ -100,8 +100,8 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "Gemm1NTiles": config.gemm1_n_tiles,
         "Gemm2NTiles": config.gemm2_n_tiles,
         # a2_written and block_retired count column tiles; with split M each warpgroup raises them for its own rows
-        "Gemm1Arrivals": config.gemm1_n_tiles * (2 if tile.split_m else 1),
-        "Gemm2Arrivals": config.gemm2_n_tiles * (2 if tile.split_m else 1),
+        "Gemm1Arrivals": config.gemm1_n_tiles * (2 if config.split_m else 1),
+        "Gemm2Arrivals": config.gemm2_n_tiles * (2 if config.split_m else 1),
         "PrefetchedKBlocks": PREFETCHED_K_BLOCKS,
         "RingBlocks": config.ring.ring_blocks,
         "LagBlocks": config.ring.lag_blocks,
@@ -118,6 +118,8 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "SmemActivations": memory.activations,
         "SmemWeights": memory.weights,
         "SmemScales": memory.scales,
+        "SmemOperands": memory.operands,
+        "SmemOperandTables": memory.operand_tables,
         "SmemStaging": memory.staging,
         "SmemExchange": memory.exchange,
         "SmemWeightScales": memory.weight_scales,
@@ -139,7 +141,7 @@ def _integers(config: KernelConfig) -> dict[str, int]:
 
 def _booleans(config: KernelConfig) -> dict[str, bool]:
     return {
-        "SplitM": config.tile.split_m,
+        "SplitM": config.split_m,
         "UnrollByRing": config.unroll_by_ring,
         "RingWraps": config.ring_wraps,
         "HasRowScales": config.has_row_scales,

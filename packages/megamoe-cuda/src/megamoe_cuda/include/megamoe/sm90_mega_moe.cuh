@@ -68,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
         queue.initialize();
         identify_cta(arguments, ring.facts());
     }
+    if constexpr (cfg::kMode == Mode::kA8w4) fill_operand_tables(ring.base + cfg::kSmemOperandTables);
     __syncthreads();
     const Cta cta = recall_cta(arguments, ring.facts());
     trace(cta, TracePoint::kStarted, threadIdx.x == 0);

@@ -30,7 +30,7 @@ struct WeightScales {
         uint32_t rows[2];
         const float* scales;
         if (tile.is_gemm2) {
-            constexpr uint32_t kRows = cfg::kHiddenSize / 128;
+            constexpr uint32_t kRows = ceil_div(cfg::kHiddenSize, 128);
             scales = cta.own().w2_scale + static_cast<uint64_t>(tile.expert) * kRows * cfg::kGemm2KBlocks;
             const uint32_t first = tile.n_tile * 2 + (cfg::kSplitM ? 0 : thread.warpgroup);
             rows[0] = min(first, kRows - 1);

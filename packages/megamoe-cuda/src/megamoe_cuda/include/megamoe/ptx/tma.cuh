@@ -29,6 +29,10 @@ __device__ __forceinline__ void tma_load_2d(uint32_t destination, const TensorMa
 __device__ __forceinline__ void tma_prefetch_2d(const TensorMap& map, uint32_t x, uint32_t y) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
 }
+// Contiguous bytes into the L2 cache only; a hint.
+__device__ __forceinline__ void bulk_prefetch(const void* source, uint32_t num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(num_bytes) : "memory");
+}
 // Contiguous bytes; addresses and size are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t num_bytes,
                                           uint32_t barrier) {

@@ -33,6 +33,15 @@ __device__ __forceinline__ void outlast_copies_in_flight() {
     for (int i = 0; i < 64; ++i) __nanosleep(1000);
 }
 
+// Mode a8w4: the packed weights of a tile, stage by stage.
+__device__ __forceinline__ const uint8_t* packed_weights(const Cta& cta, bool is_gemm2, uint32_t expert,
+                                                         uint32_t n_tile) {
+    const uint8_t* stages = is_gemm2 ? cta.own().w2_stages : cta.own().w13_stages;
+    const uint32_t tiles = is_gemm2 ? cfg::kGemm2NTiles : cfg::kGemm1NTiles;
+    const uint32_t k_blocks = is_gemm2 ? cfg::kGemm2KBlocks : cfg::kGemm1KBlocks;
+    return stages + (static_cast<uint64_t>(expert) * tiles + n_tile) * k_blocks * cfg::kWeightStageBytes;
+}
+
 // While the ranks' counts are under way, device memory is idle. With few tokens, nearly every expert gets one block, so the
 // first tile of this CTA is known by guess: its first weights move to the L2 cache. A wrong guess costs nothing else.
 // Not earlier: routing would queue for memory behind these copies (2 us, and all ranks wait for the routes).
@@ -40,15 +49,28 @@ __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
     const uint32_t expert = cta.index / cfg::kGemm1NTiles;
     const bool one_block_each = cta.num_tokens * cfg::kTopK * 2 <= cfg::kNumLocalExperts * cfg::kBlockM;
     if (!one_block_each || expert >= min(cfg::kNumLocalExperts, cfg::kLagBlocks)) return;
-    const uint32_t row =
-        expert * 2 * cfg::kIntermediateSize + cta.index % cfg::kGemm1NTiles * cfg::kBlockN;
-    for (uint32_t k = 0; k < min(cfg::kPrefetchedKBlocks, cfg::kGemm1KBlocks); ++k) {
-        ptx::tma_prefetch_2d(cta.own().w13, k * 128, row);
+    const uint32_t n_tile = cta.index % cfg::kGemm1NTiles;
+    const uint32_t k_blocks = min(cfg::kPrefetchedKBlocks, cfg::kGemm1KBlocks);
+    if constexpr (cfg::kMode == Mode::kA8w4) {
+        ptx::bulk_prefetch(packed_weights(cta, false, expert, n_tile), k_blocks * cfg::kWeightStageBytes);
+    } else {
+        const uint32_t row = expert * 2 * cfg::kIntermediateSize + n_tile * cfg::kBlockN;
+        for (uint32_t k = 0; k < k_blocks; ++k) ptx::tma_prefetch_2d(cta.own().w13, k * 128, row);
     }
+}
+
+__device__ __forceinline__ bool load_packed_weights(const Cta& cta, const Tile& tile, const Ring& ring,
+                                                    RingPosition& position) {
+    const uint8_t* source = packed_weights(cta, tile.is_gemm2, tile.expert, tile.n_tile);
+    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
+        ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
+        ptx::bulk_load(ring.weights(stage), source + k * cfg::kWeightStageBytes, cfg::kWeightStageBytes, full);
+    });
 }
 
 __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
                                              RingPosition& position) {
+    if constexpr (cfg::kMode == Mode::kA8w4) return load_packed_weights(cta, tile, ring, position);
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().w2 : cta.own().w13;
     const uint32_t expert_rows = tile.is_gemm2 ? cfg::kHiddenSize : 2 * cfg::kIntermediateSize;
     const uint32_t row = tile.expert * expert_rows + tile.n_tile * cfg::kBlockN;

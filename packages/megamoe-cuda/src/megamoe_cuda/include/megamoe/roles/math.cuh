@@ -5,6 +5,7 @@
 #pragma once
 
 #include "megamoe/pipeline/main_loop_bf16.cuh"
+#include "megamoe/pipeline/main_loop_fp4.cuh"
 #include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/roles/combine.cuh"
 #include "megamoe/symm/trace.cuh"
@@ -18,6 +19,10 @@ struct MainLoopOf {
 template <>
 struct MainLoopOf<Mode::kBf16> {
     using Type = Bf16MainLoop;
+};
+template <>
+struct MainLoopOf<Mode::kA8w4> {
+    using Type = Fp4MainLoop;
 };
 using ModeMainLoop = MainLoopOf<cfg::kMode>::Type;
 
