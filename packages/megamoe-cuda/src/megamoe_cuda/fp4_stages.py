@@ -1,17 +1,18 @@
 """MXFP4 weights as the SM90 kernel streams them: packed stages of 256 rows x 128 of K, and a base scale per 128 x 128.
 
-The kernel turns each e2m1 code into an e4m3 operand, code * 2^(own - base): own is the E8M0 scale of the code's 32, base that
-of its 128 x 128 block (the largest of the block, less 6). That is exact while own - base lies in [-8, 6], so the scales of a
-128 x 128 block may differ by 2^14 (megamoe.formats.mxfp4_as_fp8 says why). Blocks of 32 zeros constrain nothing.
+The kernel turns each e2m1 code into an e4m3 operand, code * 2^(own - base): own is the E8M0 scale of the code's 32,
+base that of its 128 x 128 block (the largest of the block, less 6). That is exact while own - base lies in [-8, 6], so
+the scales of a 128 x 128 block may differ by 2^14 (megamoe.formats.mxfp4_as_fp8 says why). Blocks of 32 zeros constrain
+nothing.
 
 A stage is what include/megamoe/pipeline/main_loop_fp4.cuh reads, 17408 bytes:
 
     codes     [2 halves][4 blocks of 32 along K][128 rows][16 bytes]
-    entries   [2 halves][128 rows][4 blocks]: 8 * (own - base + 8), where the block's operands lie in the kernel's table; the
-              last entry of the table, 8 * 15, is NaN
+    entries   [2 halves][128 rows][4 blocks]: 8 * (own - base + 8), where a block's operands lie in the kernel's table; the
+              table's last entry, 8 * 15, is NaN
 
-A word of codes holds eight: nibble n the magnitude of code n; the sign of code i < 4 stands in nibble 2 i + 1, that of code
-4 + i in nibble 2 i.
+A word of codes holds eight: nibble n the magnitude of code n; the sign of code i < 4 stands in nibble 2 i + 1, that of
+code 4 + i in nibble 2 i.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ def base_bytes(codes: Tensor, scales: Tensor, what: str) -> Tensor:
     if len(too_wide):
         row, column = too_wide[0].tolist()
         raise FormatError(
-            f"the MXFP4 scales of {what}, rows from {row * HALF_ROWS} and columns from {column * BLOCK_K}, 128 of each, are "
-            "too far apart for FP8 operands",
-            got=f"a factor of 2^{int(highest[row, column] - lowest[row, column])} here, and {len(too_wide)} such blocks",
+            f"the MXFP4 scales of {what}, 128 x 128 block ({row}, {column}), are too far apart for FP8 operands",
+            got=f"a factor of 2^{int((highest - lowest)[row, column])} here, and {len(too_wide)} such blocks in all",
             expected=f"at most 2^{MAX_SPREAD}",
             hint="use the reference or rocm backend, whose a8w4 keeps a scale per 32",
         )

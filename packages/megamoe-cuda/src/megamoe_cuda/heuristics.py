@@ -23,8 +23,8 @@ AUTO = "auto"
 M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224)
 M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224)
 FEWER_STAGES_ABOVE = 4096
-"""H above which the modes that need more shared memory have a stage less, so that rows find room on their way to the pool:
-in mode bf16 a row takes 2 H bytes; in mode a8w4 the converted weights of m128 take 64 KiB."""
+"""H above which the modes that need more shared memory have a stage less, so that rows find room on their way to the
+pool: in mode bf16 a row takes 2 H bytes; in mode a8w4 the converted weights take 64 KiB."""
 TILES = {tile.name: tile for tile in (M64, M128)}
 
 SWITCH_ROWS_PER_EXPERT = 50

@@ -8,8 +8,8 @@
     w13_bias          [E_local, 2I']     FP32, interleaved as w13_weight; only where the layer has biases
     w2_bias           [E_local, H']      FP32
 
-In mode a8w4 the weights are uint8 stages, `[E_local, 2I' / 256, H / 128, 17408]` and `[E_local, H' / 256, I' / 128, 17408]`, and
-the scales are the base scales of their 128 x 128 blocks (fp4_stages.py).
+In mode a8w4 the weights are uint8 stages, `[E_local, 2I' / 256, H / 128, 17408]` and `[E_local, H' / 256, I' / 128,
+17408]`, and the scales are the base scales of their 128 x 128 blocks (fp4_stages.py).
 
 What lies past I and H is zero: such channels come out of the activation as 0, and such columns are not sent home.
 Every tensor has the expert first and is contiguous, so a slot can be overwritten in place by copying a slice of each.
@@ -41,8 +41,9 @@ def prepare(weights: ExpertWeights, problem: MoEProblem, device: torch.device) -
     """Lay out one rank's checked experts on `device`. All of it is copied.
 
     Raises:
-        LayoutError: w13 of a8w8 alternates gate and up rows. One scale per 128 rows then covers 64 gates and 64 ups, and
-            the kernel has one scale per 128 gates and one per 128 ups.
+        LayoutError: w13 of a8w8 alternates gate and up rows. One scale per 128 rows then covers 64 gates and 64 ups,
+            and the kernel has one scale per 128 gates and one per 128 ups.
+        FormatError: MXFP4 scales that are too far apart (fp4_stages.py).
     """
     if isinstance(weights, Fp8BlockWeights) and weights.layout is not GateUpLayout.PACKED:
         raise LayoutError(

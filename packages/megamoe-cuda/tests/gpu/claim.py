@@ -1,4 +1,4 @@
-"""pytest plugin for the runs that decide what may be claimed: `-p claim` claims all that is written, for this run only."""
+"""pytest plugin for the runs that decide what may be claimed: `-p claim` claims all that is written, for this run."""
 
 from megamoe.backend import Capability
 from megamoe_cuda import backend

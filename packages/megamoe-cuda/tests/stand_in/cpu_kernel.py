@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import Capability, HiddenStates, StageTaps, Verdict
-from megamoe.layouts import INTERLEAVED_8
 from megamoe.formats import ActivationFormat, activation_format
+from megamoe.layouts import INTERLEAVED_8
 from megamoe.problem import ActFormat, MoEProblem, QuantMode
-from megamoe.schedule.tiles import ceil_div, round_up
 from megamoe.reference.staged import staged
+from megamoe.schedule.tiles import ceil_div, round_up
 from megamoe.tensors import WEIGHT_TYPE, ExpertWeights, GateUpLayout, PreparedWeights
 from megamoe_cuda import backend, fp4_stages, session
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, KernelConfig

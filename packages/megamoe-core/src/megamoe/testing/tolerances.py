@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megamoe.problem import MoEProblem, QuantMode, Transport
+from megamoe.problem import ActFormat, MoEProblem, QuantMode, Transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,10 @@ def sampling_error(num_values: int) -> float:
 
 def staged_bounds(problem: MoEProblem) -> StagedBounds:
     """What a backend that runs `problem` is held to."""
-    bounds = STAGED_BOUNDS[QuantMode(problem.quant)]
-    if problem.quant is QuantMode.A8W8 and problem.transport is Transport.FP8_BLOCKWISE_1X32:
+    # a8w4 with FP8 activations multiplies e4m3 operands and scales A2 per 128, as a8w8 does.
+    quant = QuantMode.A8W8 if problem.act_format is ActFormat.FP8_1X128 else QuantMode(problem.quant)
+    bounds = STAGED_BOUNDS[quant]
+    if quant is QuantMode.A8W8 and problem.transport is Transport.FP8_BLOCKWISE_1X32:
         return replace(bounds, y_rel_l2=A8W8_OVER_FP8_TRANSPORT_Y_REL_L2)
     return bounds
 

@@ -1,6 +1,7 @@
 """Benchmarks of the CUDA kernel beside its peers.
 
-seed_sm90    the suite: which shapes, routings and token counts
+seed_sm90    the suite of the seed's shape: which shapes, routings and token counts
+modes        the suite of the kernel's modes beside each other
 rank         one rank of a measurement: session, peers, inputs, timing
 timing       interleaved timing with a flushed L2 cache and a barrier before each call
 unfused      peer: NCCL all-to-all, PyTorch's scaled grouped GEMM, SwiGLU and quantisation in Triton

@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe.bench.routing import router_weights, routing
 from megamoe.formats import FP8_1X128
 from megamoe.problem import MoEProblem
-from megamoe.tensors import Fp8BlockWeights
+from megamoe.tensors import ExpertWeights
 from megamoe.testing.data import make_weights
 from megamoe.testing.routings import Picks
 
@@ -49,9 +49,7 @@ def make_inputs(problem: MoEProblem, *, num_tokens: int, routing_name: str, rank
     )
 
 
-def make_experts(problem: MoEProblem, rank: int) -> Fp8BlockWeights:
-    """One rank's experts, made on its GPU."""
+def make_experts(problem: MoEProblem, rank: int) -> ExpertWeights:
+    """One rank's experts in the problem's mode, made on its GPU."""
     local = replace(problem, num_experts=problem.num_local_experts, ep_size=1)
-    weights = make_weights(local, torch.device("cuda"), seed=rank)
-    assert isinstance(weights, Fp8BlockWeights)
-    return weights
+    return make_weights(local, torch.device("cuda"), seed=rank)

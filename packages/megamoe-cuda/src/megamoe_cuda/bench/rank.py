@@ -66,6 +66,7 @@ def measure_rank(context: RankContext, measurements: list[Measurement]) -> list[
     context.join_gpus(torch.device("cuda", context.rank))
     try:
         experts = make_experts(measurements[0].problem, context.rank)
+        assert isinstance(experts, Fp8BlockWeights)
         machine = this_machine(context.world_size)
         return [RankResult(seconds=_measure(each, context.rank, experts), machine=machine) for each in measurements]
     finally:
@@ -83,17 +84,17 @@ def _measure(measurement: Measurement, rank: int, experts: Fp8BlockWeights) -> d
         weights = session.prepare(experts)
         session.warmup()
         contenders = {
-            OURS: _captured(session, weights, rounds, quantized=True),
-            OURS_FROM_BF16: _captured(session, weights, rounds, quantized=False),
+            OURS: captured(session, weights, rounds, quantized=True),
+            OURS_FROM_BF16: captured(session, weights, rounds, quantized=False),
         }
         peers, close_peers = _peers(measurement, rounds, experts, weights)
-        seconds = time_interleaved(contenders | peers, repeats=measurement.repeats, barrier=_barrier())
+        seconds = time_interleaved(contenders | peers, repeats=measurement.repeats, barrier=barrier())
         session.check()
         close_peers()
     return seconds
 
 
-def _captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], *, quantized: bool) -> Contender:
+def captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], *, quantized: bool) -> Contender:
     """The session's call in a graph that reads static tensors; `load` fills them."""
     static = Inputs(**{name: tensor.clone() for name, tensor in vars(rounds[0]).items()})
     hidden = (static.payload, static.scales) if quantized else static.hidden_states
@@ -126,14 +127,14 @@ def _peers(
     found: dict[str, Contender] = {}
     plain = _try_on_all_ranks(unfused.NAME, lambda: unfused.UnfusedPeer(problem, group, experts), rounds[0])
     if plain is not None:
-        found[unfused.NAME] = _eager(plain, rounds)
+        found[unfused.NAME] = eager(plain, rounds)
     fused = None
     if deep_gemm.is_installed():
         fused = _try_on_all_ranks(deep_gemm.NAME, lambda: deep_gemm.DeepGemmPeer(problem, group, weights), rounds[0])
     if fused is None:
         return found, lambda: None
     # Not replayed from a graph: on two H200s that ended in an illegal memory access (sgl-deep-gemm 0.1.5, 2026-11-30).
-    found[deep_gemm.NAME] = _eager(fused, rounds)
+    found[deep_gemm.NAME] = eager(fused, rounds)
     return found, fused.close
 
 
@@ -177,7 +178,8 @@ def _failure_on_any_rank(step: Callable[[], object]) -> str:
     return next(filter(None, failures), "")
 
 
-def _eager(peer: Peer, rounds: list[Inputs]) -> Contender:
+def eager(peer: Peer, rounds: list[Inputs]) -> Contender:
+    """A peer's calls, launched one by one."""
     return Contender(load=lambda round_: peer.load(rounds[round_ % len(rounds)]), call=lambda: void(peer.call()))
 
 
@@ -185,7 +187,7 @@ def void(_: object) -> None:
     """Drop a result."""
 
 
-def _barrier() -> Callable[[], None]:
+def barrier() -> Callable[[], None]:
     """All ranks meet on the stream: a reduction of one number."""
     word = torch.zeros(1, device="cuda")
     return lambda: void(dist.all_reduce(word))
