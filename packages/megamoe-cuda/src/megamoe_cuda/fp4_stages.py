@@ -8,8 +8,8 @@ nothing.
 A stage is what include/megamoe/pipeline/main_loop_fp4.cuh reads, 17408 bytes:
 
     codes     [2 halves][4 blocks of 32 along K][128 rows][16 bytes]
-    entries   [2 halves][128 rows][4 blocks]: 8 * (own - base + 8), where a block's operands lie in the kernel's table; the
-              table's last entry, 8 * 15, is NaN
+    entries   [2 halves][128 rows][4 blocks]: 8 * (own - base + 8), where a block's operands lie in the kernel's table,
+              whose last entry, 8 * 15, is NaN
 
 A word of codes holds eight: nibble n the magnitude of code n; the sign of code i < 4 stands in nibble 2 i + 1, that of
 code 4 + i in nibble 2 i.

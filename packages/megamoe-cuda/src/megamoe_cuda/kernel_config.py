@@ -51,8 +51,8 @@ class TileConfig:
 
 
 def row_granule(quant: QuantMode) -> int:
-    """What divides the rows of a layer in mode `quant`, in elements: 128 where a scale covers that many."""
-    return RAGGED_GRANULE if quant is QuantMode.BF16 else BLOCK_K
+    """What divides the rows of a layer in mode `quant`, in elements: 128 where a weight scale covers that many."""
+    return BLOCK_K if quant is QuantMode.A8W8 else RAGGED_GRANULE
 
 
 @dataclass(frozen=True, kw_only=True)

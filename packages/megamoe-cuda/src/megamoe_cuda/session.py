@@ -237,7 +237,7 @@ class CudaSession(Session):
             topk_weights,
             out,
             payload_shape=(problem.hidden_size, fmt.payload_dtype),
-            scale_shape=None if fmt.scale_dtype is None else (problem.hidden_size // fmt.block, fmt.scale_dtype),
+            scale_shape=None if fmt.scale_dtype is None else (-(-problem.hidden_size // fmt.block), fmt.scale_dtype),
         )
         weights.require(backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
         if topk_ids.device != self._device:

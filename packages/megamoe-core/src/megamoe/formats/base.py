@@ -29,6 +29,11 @@ class BlockFormat(ABC):
     scale_dtype: ClassVar[torch.dtype | None]
     values_per_item: ClassVar[int] = 1  # values in one item of `payload_dtype`
 
+    @property
+    def granule(self) -> int:
+        """What divides K: `block`, or less in a format whose last block of a row may be shorter."""
+        return self.block
+
     def quantize(self, x: Tensor) -> Quantized:
         """Quantise `x`, `[..., K]` (`[..., N, K]` for two-dimensional blocks).
 
@@ -64,7 +69,7 @@ class BlockFormat(ABC):
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scales of values of `shape`."""
         rows = (shape[-2] // self.block_rows,) if len(shape) > 1 else ()
-        return (*shape[:-2], *rows, shape[-1] // self.block)
+        return (*shape[:-2], *rows, -(-shape[-1] // self.block))
 
     def check(self, payload: Tensor, scales: Tensor | None) -> None:
         """Raise FormatError unless `payload` and `scales` are of this format and belong together."""
@@ -81,7 +86,7 @@ class BlockFormat(ABC):
         self._check_scales(shape, payload.device, scales)
 
     def _check_blocks(self, shape: tuple[int, ...]) -> None:
-        blocks = (self.block,) if self.block_rows == 1 else (self.block_rows, self.block)
+        blocks = (self.granule,) if self.block_rows == 1 else (self.block_rows, self.granule)
         if len(shape) < len(blocks):
             raise FormatError(f"too few dimensions for {self.name}", got=shape, expected=f"{len(blocks)} or more")
         if any(size % block for size, block in zip(shape[-len(blocks) :], blocks)):
@@ -139,7 +144,7 @@ class ActivationFormat(BlockFormat):
             FormatError: the block does not divide `num_channels`.
         """
         self._check_blocks((num_channels,))
-        return 0 if self.scale_dtype is None else num_channels // self.block * self.scale_dtype.itemsize
+        return 0 if self.scale_dtype is None else -(-num_channels // self.block) * self.scale_dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.backend import Backend, Capability, Plan, Reason, Verdict
 from megamoe.errors import ConfigError
-from megamoe.formats import activation_format
+from megamoe.formats import activation_format, weight_format
 from megamoe.problem import ActFormat, MoEProblem, Transport
 from megamoe.reference.plan import ReferenceConfig, ReferencePlan
 from megamoe.reference.session import ReferenceSession, open_session
@@ -38,13 +38,15 @@ class ReferenceBackend(Backend):
 
     def check_limits(self, problem: MoEProblem) -> Verdict:
         """Formats need whole blocks; picks are 32-bit numbers."""
-        fmt = activation_format(problem.quant, problem.act_format)
+        # Weights' blocks count too: those of a8w8 are whole, whatever its activations allow.
+        granule = max(
+            activation_format(problem.quant, problem.act_format).granule, weight_format(problem.quant).granule
+        )
         for field in ("hidden_size", "intermediate_size"):
             size = getattr(problem, field)
-            if size % fmt.block:
+            if size % granule:
                 return Verdict.no(
-                    Reason.SHAPE,
-                    f"mode {problem.quant} has a scale per {fmt.block} columns; {field} {size} is not a multiple of it",
+                    Reason.SHAPE, f"mode {problem.quant} takes multiples of {granule} columns; {field} is {size}"
                 )
         if problem.transport is Transport.FP8_BLOCKWISE_1X32 and problem.hidden_size % TRANSPORT_BLOCK:
             return Verdict.no(

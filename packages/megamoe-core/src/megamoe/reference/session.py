@@ -187,7 +187,7 @@ class ReferenceSession(Session):
             topk_weights,
             out,
             payload_shape=(problem.hidden_size // fmt.values_per_item, fmt.payload_dtype),
-            scale_shape=None if fmt.scale_dtype is None else (problem.hidden_size // fmt.block, fmt.scale_dtype),
+            scale_shape=None if fmt.scale_dtype is None else (-(-problem.hidden_size // fmt.block), fmt.scale_dtype),
         )
         if topk_ids.device.type != "cpu":
             raise InputError("the reference computes on CPU", got=topk_ids.device, expected="CPU tensors")
