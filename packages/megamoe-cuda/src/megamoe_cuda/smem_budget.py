@@ -20,7 +20,8 @@ TILE_BYTES = 24  # Tile of schedule/units.cuh
 TILE_SLOT_BYTES = 32
 PACKED_STAGE_BYTES = BLOCK_N * (BLOCK_K // 2 + 4)  # mode a8w4: two codes a byte, and a word of table entries per row
 OPERAND_BUFFERS = 2  # of e4m3 operands that packed weights become (pipeline/main_loop_fp4.cuh)
-OPERAND_TABLES_BYTES = 16 * 8  # numerics/fp4_as_fp8.cuh
+NUM_OPERAND_TABLES = 16  # numerics/fp4_as_fp8.cuh
+OPERAND_TABLE_BYTES = 8  # read at once
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
 BULK_ALIGNMENT = 128  # bulk copies want 16
 MAX_PULL_SLOTS = 4  # rows in flight per dispatch warp
@@ -87,7 +88,9 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     gave_up = result + WORD_BYTES
     facts = gave_up + WORD_BYTES
     operand_tables = facts + FACTS_BYTES
-    pool_plan = operand_tables + (OPERAND_TABLES_BYTES if config.quant is QuantMode.A8W4 else 0)
+    if config.quant is QuantMode.A8W4:
+        operand_tables = round_up(operand_tables, OPERAND_TABLE_BYTES)
+    pool_plan = operand_tables + (NUM_OPERAND_TABLES * OPERAND_TABLE_BYTES if config.quant is QuantMode.A8W4 else 0)
     pool_plan_bytes = _pool_plan_bytes(config)
     pull = round_up(pool_plan + pool_plan_bytes, BULK_ALIGNMENT)
 
