@@ -42,7 +42,7 @@ def test_nothing_is_claimed_before_the_kernel_was_seen_right(monkeypatch: pytest
 def test_what_is_claimed_has_no_kernel_of_another_mode() -> None:
     claimed = BACKEND.capabilities()
     assert claimed == IMPLEMENTED
-    assert not claimed & {Capability.QUANT_BF16, Capability.QUANT_A8W4, Capability.QUANT_A4W4, Capability.EXPERT_BIAS}
+    assert not claimed & {Capability.QUANT_A8W4, Capability.QUANT_A4W4}
     assert BACKEND.supports(SEED).ok
 
 
@@ -50,10 +50,10 @@ def test_what_is_claimed_has_no_kernel_of_another_mode() -> None:
 @pytest.mark.parametrize(
     "change, reason, says",
     [
-        ({"quant": "bf16"}, Reason.QUANT, "quant:bf16"),
         ({"quant": "a8w4"}, Reason.QUANT, "quant:a8w4"),
-        ({"expert_bias": True}, Reason.BIAS, "expert_bias"),
+        ({"quant": "a4w4"}, Reason.QUANT, "quant:a4w4"),
         ({"hidden_size": 2880}, Reason.SHAPE, "hidden_size = 2880 is not a multiple of 128"),
+        ({"quant": "bf16", "hidden_size": 2896}, Reason.SHAPE, "hidden_size = 2896 is not a multiple of 32"),
         ({"intermediate_size": 2000}, Reason.SHAPE, "intermediate_size = 2000"),
         ({"hidden_size": 16384}, Reason.SHAPE, "up to 8192"),
         ({"num_experts": 256, "ep_size": 64}, Reason.EP_SIZE, "exceeds 32"),
@@ -76,6 +76,34 @@ def test_what_the_kernel_does_not_take_is_refused_with_the_reason(
 def test_sizes_of_real_models_are_taken(hidden: int, local_experts: int) -> None:
     for ep_size in (1, 8):
         assert BACKEND.supports(replace(SEED, hidden_size=hidden, num_experts=local_experts * ep_size, ep_size=ep_size))
+
+
+@pytest.mark.usefixtures("claimed")
+@pytest.mark.parametrize("mode", [{"quant": "bf16"}, {"quant": "a8w4", "act_format": "fp8_1x128"}], ids=str)
+@pytest.mark.parametrize("transport", ["bf16", "fp8_blockwise_1x32"])
+def test_gpt_oss_is_taken_in_the_modes_whose_rows_need_not_be_whole_blocks(
+    mode: dict[str, str], transport: str
+) -> None:
+    gpt_oss = replace(
+        SEED,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_experts=128,
+        top_k=4,
+        activation="swiglu_oai",
+        swiglu_limit=7.0,
+        expert_bias=True,
+        transport=transport,
+        **mode,
+    )
+    assert BACKEND.supports(gpt_oss).ok
+    kernel = BACKEND.plan(gpt_oss).config.kernel(  # type: ignore[attr-defined]
+        gpt_oss,
+        BACKEND.plan(gpt_oss).config.tiles[0],
+        num_virtual_ranks=1,
+        ctas_per_rank=132,  # type: ignore[attr-defined]
+    )
+    assert (kernel.hidden_size, kernel.intermediate_size) == (2880, 2944)
 
 
 @pytest.mark.usefixtures("claimed")

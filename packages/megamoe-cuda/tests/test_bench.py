@@ -10,7 +10,7 @@ from megamoe.bench.suites import SuiteOptions, find_suite
 from megamoe.errors import BackendUnavailableError
 from megamoe.problem import Transport
 from megamoe_cuda import backend as cuda_backend
-from megamoe_cuda.bench import seed_sm90
+from megamoe_cuda.bench import modes, seed_sm90
 from megamoe_cuda.bench.published import published
 from megamoe_cuda.bench.rank import OURS, Measurement, RankResult
 
@@ -68,6 +68,16 @@ def test_a_row_is_the_median_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch
     assert row.peers["peer"] == pytest.approx(9)
     assert row.peers["seed kernel (published, 8 GPUs)"] == 265.9
     assert row.workspace_mib > 0
+
+
+def test_each_mode_s_row_has_the_others_among_its_peers() -> None:
+    problems = modes._problems(8, Transport.BF16)
+    assert [str(problem.quant) for problem in problems] == ["a8w8", "bf16", "a8w4"]
+    each = modes.Round(problems=problems, num_tokens=8, repeats=3, config=None)
+    seconds = {"a8w8": [2e-6], "bf16": [4e-6], "a8w4": [1e-6], modes.GROUPED_GEMMS: [3e-6]}
+    rows = {row.mode: row for row in modes._rows(each, MACHINE, seconds)}
+    assert {mode: row.us_median for mode, row in rows.items()} == pytest.approx({"a8w8": 2, "bf16": 4, "a8w4": 1})
+    assert rows["a8w4"].peers == pytest.approx({"a8w8": 2, "bf16": 4, modes.GROUPED_GEMMS: 3})
 
 
 def test_published_figures_stand_beside_their_own_token_counts_only() -> None:

@@ -38,22 +38,30 @@ def test_a_pinned_tile_is_used_for_every_call(name: str) -> None:
     assert {config.tile_for(SEED, num_tokens).name for num_tokens in (0, 64, 8192)} == {name}
 
 
-@pytest.mark.parametrize("ep_size", [1, 2, 8, 32])
+MODES = ({"quant": "a8w8"}, {"quant": "bf16"}, {"quant": "a8w4", "act_format": "fp8_1x128"})
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["quant"])
+@pytest.mark.parametrize("ep_size, hidden_size", [(1, 8192), (2, 4096), (8, 4096), (8, 7168), (32, 4096)])
 @pytest.mark.parametrize("name", config_names())
-def test_every_kernel_of_a_session_fits_and_shares_one_workspace(name: str, ep_size: int) -> None:
-    problem = replace(SEED, ep_size=ep_size, num_experts=32 * ep_size)
+def test_every_kernel_of_a_session_fits_and_shares_one_workspace(
+    name: str, ep_size: int, mode: dict[str, str], hidden_size: int
+) -> None:
+    problem = replace(SEED, ep_size=ep_size, num_experts=32 * ep_size, hidden_size=hidden_size, **mode)
     config = session_config(problem, name)
     kernels = [config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132) for tile in config.tiles]
     assert all(shared_memory(kernel).num_bytes <= MAX_DYNAMIC_BYTES for kernel in kernels)
     assert len({kernel_workspace(kernel) for kernel in kernels}) == 1
 
 
-def test_a_session_s_cut_is_simulated_as_its_kernels_are_compiled() -> None:
-    config = session_config(SEED, None)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["quant"])
+def test_a_session_s_cut_is_simulated_as_its_kernels_are_compiled(mode: dict[str, str]) -> None:
+    problem = replace(SEED, **mode)
+    config = session_config(problem, None)
     for num_tokens in (8, 8192):
-        tile = config.tile_for(SEED, num_tokens)
-        kernel = config.kernel(SEED, tile, num_virtual_ranks=1, ctas_per_rank=132)
-        cut = config.tiling(SEED, num_tokens, 132)
+        tile = config.tile_for(problem, num_tokens)
+        kernel = config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132)
+        cut = config.tiling(problem, num_tokens, 132)
         assert (cut.block_m, cut.num_stages, cut.num_ctas) == (tile.block_m, tile.num_stages, kernel.ctas_per_rank)
         assert (cut.lag_blocks, cut.ring_blocks) == (kernel.ring.lag_blocks, kernel.ring.ring_blocks)
         assert kernel.gemm1_k_blocks * cut.block_k == SEED.hidden_size

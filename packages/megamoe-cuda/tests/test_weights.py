@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megamoe.errors import LayoutError
 from megamoe.problem import MoEProblem
 from megamoe.tensors import Fp8BlockWeights, expert_tensors
+from megamoe.testing.data import interleave, make_weights
 from megamoe_cuda.weights import BACKEND, LAYOUT, prepare, restore
 
 PROBLEM = MoEProblem(
@@ -52,7 +55,7 @@ def test_gates_and_ups_alternate_in_groups_of_eight_rows() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_preparing_loses_nothing(bias: bool) -> None:
     experts = make_experts(bias=bias)
-    restored = restore(prepare(experts, PROBLEM, CPU))
+    restored = restore(prepare(experts, PROBLEM, CPU), replace(PROBLEM, expert_bias=bias))
     assert restored.keys() == dict(experts.tensors()).keys()
     for name, tensor in experts.tensors():
         assert torch.equal(raw(restored[name]), raw(tensor)), name
@@ -69,7 +72,7 @@ def test_an_expert_moves_in_place_by_copying_its_slot() -> None:
     addresses = {name: tensor.data_ptr() for name, tensor in prepared.tensors.items()}
     for tensor in expert_tensors(prepared).values():
         raw(tensor)[0].copy_(raw(tensor)[2])
-    restored = restore(prepared)
+    restored = restore(prepared, replace(PROBLEM, expert_bias=True))
     original = make_experts(bias=True)
     for name, tensor in original.tensors():
         assert torch.equal(raw(restored[name])[0], raw(tensor)[2]), name
@@ -89,3 +92,32 @@ def test_alternating_rows_with_block_scales_are_refused() -> None:
     """Silently read as packed, they would mix gates and ups; the scales can't be split without requantising."""
     with pytest.raises(LayoutError, match=r"ALTERNATING\.invert"):
         prepare(make_experts("interleaved"), PROBLEM, CPU)
+
+
+OTHER_MODES = ({"quant": "bf16"}, {"quant": "a8w4", "act_format": "fp8_1x128"})
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES, ids=lambda mode: mode["quant"])
+@pytest.mark.parametrize("hidden, inter", [(256, 128), (384, 256), (96, 160)])
+def test_other_modes_lose_nothing_in_either_order_of_rows(mode: dict[str, str], hidden: int, inter: int) -> None:
+    """H and I that are no multiples of 128 are padded, and what comes back has no padding."""
+    problem = replace(PROBLEM, hidden_size=hidden, intermediate_size=inter, expert_bias=True, **mode)
+    packed = make_weights(replace(problem, num_experts=3, ep_size=1), CPU)
+    for experts in (packed, interleave(packed)):
+        restored = restore(prepare(experts, problem, CPU), problem)
+        for name, tensor in packed.tensors():
+            assert torch.equal(raw(restored[name]), raw(tensor)), name
+
+
+def test_padding_is_zero() -> None:
+    """Channels past I come out of the activation as 0, whatever their neighbours are."""
+    problem = replace(PROBLEM, quant="bf16", hidden_size=96, intermediate_size=160, expert_bias=True)
+    prepared = prepare(make_weights(replace(problem, num_experts=3, ep_size=1), CPU), problem, CPU).tensors
+    assert prepared["w13_weight"].shape == (3, 2 * 256, 96)
+    assert prepared["w2_weight"].shape == (3, 96, 256)
+    assert (prepared["w2_weight"][..., 160:] == 0).all()
+    for name in ("w13_weight", "w13_bias"):
+        by_groups = prepared[name].view(3, 2 * 256 // 16, 2, 8, -1).transpose(1, 2).reshape(3, 2, 256, -1)
+        assert (by_groups[:, :, 160:] == 0).all(), name
+        assert (by_groups[:, :, :160] != 0).any(-1).all(), name
+    assert (prepared["w2_bias"][:, 96:] == 0).all()

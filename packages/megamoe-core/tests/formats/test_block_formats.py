@@ -446,3 +446,19 @@ def test_formats_are_values() -> None:
     assert dataclasses.replace(MXFP4) == MXFP4
     with pytest.raises(dataclasses.FrozenInstanceError):
         MXFP4.rounding = E8M0Rounding.FLOOR  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("columns", [32, 160, 2880])
+def test_a_row_of_1x128_blocks_may_end_with_a_shorter_one(columns: int) -> None:
+    """As if it went on with zeros."""
+    x = heavy_tailed(6, 5, columns)
+    whole = FP8_1X128.quantize(torch.nn.functional.pad(x, (0, -columns % 128)))
+    quantized = FP8_1X128.quantize(x)
+    assert whole.scales is not None
+    assert quantized.scales is not None
+    assert torch.equal(quantized.scales, whole.scales)
+    assert torch.equal(quantized.payload.view(torch.uint8), whole.payload[:, :columns].contiguous().view(torch.uint8))
+    assert torch.equal(quantized.dequantize(), whole.dequantize()[:, :columns])
+    assert FP8_1X128.scale_bytes(columns) == 4 * whole.scales.shape[1]
+    with pytest.raises(FormatError, match="whole blocks"):
+        FP8_1X128.quantize(x[:, : columns - 16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
+from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.device_spec import H200
 from megamoe_cuda.heuristics import session_config
 from megamoe_cuda.jit.compiler import CompiledKernel
@@ -81,8 +81,11 @@ def standard_builds() -> Iterator[Build]:
         yield from builds(replace(base, swiglu_limit=10.0))
         yield from builds(replace(base, activation=Activation.SWIGLU_OAI, swiglu_limit=7.0))
         yield from builds(replace(base, expert_bias=True))
-        yield from builds(replace(base, quant=QuantMode.BF16))
-        yield from builds(replace(_GPT_OSS, quant=QuantMode.BF16, transport=transport))
+        for quant, act_format in ((QuantMode.BF16, None), (QuantMode.A8W4, ActFormat.FP8_1X128)):
+            mode = {"quant": quant, "act_format": act_format, "transport": transport}
+            yield from builds(replace(seed, **mode))
+            yield from builds(replace(_GPT_OSS, **mode))
+            yield from builds(replace(seed, hidden_size=7168, **mode))
     # DeepSeek-V3, DeepSeek-V4-Pro, Qwen3-235B-A22B
     for hidden, intermediate, experts, top_k in ((7168, 2048, 256, 8), (7168, 3072, 384, 6), (4096, 1536, 128, 8)):
         yield from builds(

@@ -34,11 +34,14 @@ SEEN_RIGHT_ON: str | None = "NVIDIA H200, 2026-11-30, commit ff5ac96"
 
 IMPLEMENTED = frozenset(
     {
+        Capability.QUANT_BF16,
         Capability.QUANT_A8W8,
+        Capability.QUANT_A8W4_FP8_1X128,
         Capability.TRANSPORT_BF16,
         Capability.TRANSPORT_FP8_BLOCKWISE_1X32,
         Capability.ACTIVATION_SWIGLU,
         Capability.ACTIVATION_SWIGLU_OAI,
+        Capability.EXPERT_BIAS,
         Capability.INPUT_BF16,
         Capability.INPUT_QUANTIZED,
         Capability.NUM_TOKENS,

@@ -10,7 +10,7 @@ import typer
 
 from megamoe import env
 from megamoe.errors import MegaMoEError
-from megamoe.problem import MoEProblem
+from megamoe.problem import ActFormat, MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200
 from megamoe_cuda.aot import Build, builds, complaints, standard_builds
 from megamoe_cuda.jit.cache import KernelCache
@@ -30,7 +30,7 @@ def compile_command(
     top_k: Annotated[int, typer.Option(help="picks per token")] = 8,
     num_max_tokens_per_rank: Annotated[int, typer.Option(help="capacity")] = 8192,
     ep_size: Annotated[int, typer.Option(help="ranks")] = 8,
-    quant: Annotated[str, typer.Option(help="a8w8 or bf16")] = "a8w8",
+    quant: Annotated[str, typer.Option(help="a8w8, bf16 or a8w4 (with FP8 activations)")] = "a8w8",
     transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32")] = "bf16",
     activation: Annotated[str, typer.Option(help="swiglu or swiglu_oai")] = "swiglu",
     swiglu_limit: Annotated[float | None, typer.Option(help="clamp of the activation's inputs")] = None,
@@ -51,6 +51,7 @@ def compile_command(
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             ep_size=ep_size,
             quant=quant,
+            act_format=ActFormat.FP8_1X128 if quant == QuantMode.A8W4 else None,
             transport=transport,
             activation=activation,
             swiglu_limit=swiglu_limit,

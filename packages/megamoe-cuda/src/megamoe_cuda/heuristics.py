@@ -15,16 +15,14 @@ from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.simulate import Tiling
 from megamoe.schedule.tiles import round_up
 from megamoe.schedule.waves import Ring, default_ring
-from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, PREFETCHED_K_BLOCKS, KernelConfig, TileConfig
+from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, PREFETCHED_K_BLOCKS, KernelConfig, TileConfig, element_bytes
+from megamoe_cuda.smem_budget import shared_memory
 
 AUTO = "auto"
 
 # Stages: as many as fit beside the staging of the epilogue. Registers: what the warpgroups need without spills.
 M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224)
 M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224)
-FEWER_STAGES_ABOVE = 4096
-"""H above which the modes that need more shared memory have a stage less, so that rows find room on their way to the
-pool: in mode bf16 a row takes 2 H bytes; in mode a8w4 the converted weights take 64 KiB."""
 TILES = {tile.name: tile for tile in (M64, M128)}
 
 SWITCH_ROWS_PER_EXPERT = 50
@@ -32,13 +30,18 @@ SWITCH_ROWS_PER_EXPERT = 50
 twice its root are 64), and a taller one would multiply padding. Seed's shape on an H200, 2026-11-30: at 32 rows
 229 us with m64 and 239 with m128, at 64 rows 267 and 250."""
 
+LEAST_PULLED_ROWS = 2
+"""Rows on their way to the pool, in a CTA. In mode bf16 a row takes 2 H bytes of shared memory, in mode a8w4 converted
+weights take 64 KiB, so these modes give up stages for it."""
+LEAST_STAGES = 2
+
 MAX_LAG_BLOCKS = 12
 """GEMM2 trails GEMM1 by no more. Seed's shape on an H200, 2026-11-30: at 512 to 2048 tokens lags of 14 to 28 blocks of
 128 rows were equal and 8 cost 1 to 4%; at 8192 tokens a lag of 64 cost 5% more than one of 12."""
 
 MAX_RING_ROWS = 6144
-"""Rows of the ring, at most: with A2 38 MiB at the seed's shape, so that it stays in an H200's L2 cache of 50 MiB. At
-8192 tokens, rings of 24 and 32 blocks of 128 rows beat one of 129 by 4 to 10%."""
+"""Rows of the ring in FP8, at most: with A2 38 MiB at the seed's shape, so that it stays in an H200's L2 cache of 50
+MiB. At 8192 tokens, rings of 24 and 32 blocks of 128 rows beat one of 129 by 4 to 10%. In BF16, half as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ class SessionConfig(backend.KernelConfig):
         return Tiling(
             block_m=tile.block_m,
             block_n=BLOCK_N,
-            block_k=BLOCK_K,
+            block_k=BLOCK_K // element_bytes(QuantMode(problem.quant)),
             num_ctas=num_ctas,
             num_stages=tile.num_stages,
             lag_blocks=ring.lag_blocks,
@@ -126,15 +129,30 @@ def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
     if name not in config_names():
         raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(config_names()))
     tiles = _tiles_up_to_capacity(problem) if name == AUTO else (TILES[name],)
-    if problem.quant is not QuantMode.A8W8 and problem.hidden_size > FEWER_STAGES_ABOVE:
-        tiles = tuple(replace(tile, num_stages=tile.num_stages - 1) for tile in tiles)
-    return SessionConfig(name=name, tiles=tiles, rings=tuple(_ring(problem, tile.block_m) for tile in tiles))
+    rings = tuple(_ring(problem, tile.block_m) for tile in tiles)
+    if problem.quant is not QuantMode.A8W8:
+        tiles = tuple(_with_room_for_rows(problem, tile, ring) for tile, ring in zip(tiles, rings, strict=True))
+    return SessionConfig(name=name, tiles=tiles, rings=rings)
 
 
 def _tiles_up_to_capacity(problem: MoEProblem) -> tuple[TileConfig, ...]:
     """All tiles that some call can use: the taller only where a full call is large enough for it."""
     full = problem.num_max_tokens_per_rank * problem.top_k / problem.num_local_experts
     return (M64, M128) if full > SWITCH_ROWS_PER_EXPERT else (M64,)
+
+
+def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> TileConfig:
+    """`tile` with as many of its stages as leave shared memory for `LEAST_PULLED_ROWS`, or with the fewest."""
+    for num_stages in range(tile.num_stages, LEAST_STAGES, -1):
+        fewer = replace(tile, num_stages=num_stages)
+        config = SessionConfig(name=tile.name, tiles=(fewer,), rings=(ring,))
+        try:
+            memory = shared_memory(config.kernel(problem, fewer, num_virtual_ranks=1, ctas_per_rank=1))
+        except ConfigError:
+            continue
+        if memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS:
+            return fewer
+    return replace(tile, num_stages=LEAST_STAGES)
 
 
 def _ring(problem: MoEProblem, block_m: int) -> Ring:
@@ -148,5 +166,5 @@ def _ring(problem: MoEProblem, block_m: int) -> Ring:
     return replace(
         roomy,
         lag_blocks=min(roomy.lag_blocks, MAX_LAG_BLOCKS),
-        ring_blocks=min(roomy.ring_blocks, MAX_RING_ROWS // block_m),
+        ring_blocks=min(roomy.ring_blocks, MAX_RING_ROWS // element_bytes(QuantMode(problem.quant)) // block_m),
     )

@@ -50,6 +50,11 @@ class TileConfig:
             raise ConfigError("the warpgroups' registers exceed the CTA's", got=num_registers, expected=available)
 
 
+def element_bytes(quant: QuantMode) -> int:
+    """Bytes of an activation's element in mode `quant`."""
+    return 2 if quant is QuantMode.BF16 else 1
+
+
 def row_granule(quant: QuantMode) -> int:
     """What divides the rows of a layer in mode `quant`, in elements: 128 where a weight scale covers that many."""
     return BLOCK_K if quant is QuantMode.A8W8 else RAGGED_GRANULE
@@ -137,7 +142,7 @@ class KernelConfig:
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of the WGMMAs' operands."""
-        return 2 if self.quant is QuantMode.BF16 else 1
+        return element_bytes(self.quant)
 
     @property
     def input_row_bytes(self) -> int:

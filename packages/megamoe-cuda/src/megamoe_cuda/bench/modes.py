@@ -61,18 +61,22 @@ def run(options: SuiteOptions) -> Iterator[BenchRow]:
     ]
     ((machine, results),) = run_ranks(_measure_rank, 1, rounds, timeout_s=TIME_LIMIT_S)
     for each, seconds in zip(rounds, results, strict=True):
-        medians = {name: Timing.of([times]).us_median for name, times in seconds.items()}
-        for problem in each.problems:
-            yield BenchRow.of(
-                bench=NAME,
-                machine=machine,
-                problem=problem,
-                routing=UNIFORM,
-                num_tokens=each.num_tokens,
-                timing=Timing.of([seconds[str(problem.quant)]]),
-                workspace_bytes=CudaBackend().plan(problem, config=options.config).bytes,
-                peers={name: median for name, median in medians.items() if name != problem.quant},
-            )
+        yield from _rows(each, machine, seconds)
+
+
+def _rows(each: Round, machine: Machine, seconds: dict[str, list[float]]) -> Iterator[BenchRow]:
+    medians = {name: Timing.of([times]).us_median for name, times in seconds.items()}
+    for problem in each.problems:
+        yield BenchRow.of(
+            bench=NAME,
+            machine=machine,
+            problem=problem,
+            routing=UNIFORM,
+            num_tokens=each.num_tokens,
+            timing=Timing.of([seconds[str(problem.quant)]]),
+            workspace_bytes=CudaBackend().plan(problem, config=each.config).bytes,
+            peers={name: median for name, median in medians.items() if name != problem.quant},
+        )
 
 
 def _problems(num_tokens: int, transport: Transport) -> tuple[MoEProblem, ...]:

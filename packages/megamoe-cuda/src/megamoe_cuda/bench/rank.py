@@ -106,12 +106,18 @@ def captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], *
     # thread_local: NCCL's watchdog thread may look at its events meanwhile
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
+    replay = partial(_replay, graph, call)  # keeps what the graph reads: the graph itself does not
 
     def load(round_: int) -> None:
         for name, tensor in vars(rounds[round_ % len(rounds)]).items():
             getattr(static, name).copy_(tensor)
 
-    return Contender(load=load, call=graph.replay)
+    return Contender(load=load, call=replay)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, captured_call: Callable[[], Tensor]) -> None:
+    """`captured_call` holds the tensors whose addresses the graph has."""
+    graph.replay()
 
 
 def _peers(
