@@ -82,10 +82,8 @@ def standard_builds() -> Iterator[Build]:
         yield from builds(replace(base, activation=Activation.SWIGLU_OAI, swiglu_limit=7.0))
         yield from builds(replace(base, expert_bias=True))
         for quant, act_format in ((QuantMode.BF16, None), (QuantMode.A8W4, ActFormat.FP8_1X128)):
-            mode = {"quant": quant, "act_format": act_format, "transport": transport}
-            yield from builds(replace(seed, **mode))
-            yield from builds(replace(_GPT_OSS, **mode))
-            yield from builds(replace(seed, hidden_size=7168, **mode))
+            for problem in (seed, _GPT_OSS):
+                yield from builds(replace(problem, quant=quant, act_format=act_format, transport=transport))
     # DeepSeek-V3, DeepSeek-V4-Pro, Qwen3-235B-A22B
     for hidden, intermediate, experts, top_k in ((7168, 2048, 256, 8), (7168, 3072, 384, 6), (4096, 1536, 128, 8)):
         yield from builds(
