@@ -125,7 +125,7 @@ def _provider(
     if ranks is None or isinstance(group, Group):
         return group if isinstance(group, Group) else None
     if rung is Rung.GFX950:
-        return MoriGroup(ranks, device, heap_bytes=plan.bytes, timeout_s=timeout_s)
+        return MoriGroup(ranks, device, heap_bytes=plan.workspace.symmetric_bytes, timeout_s=timeout_s)
     if rung is Rung.NVIDIA:
         from megamoe.symm.torch_symm import TorchSymmGroup
 

@@ -24,6 +24,7 @@ from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankF
 from megamoe.formats import Quantized, activation_format
 from megamoe.schedule.waves import Ring
 from megamoe.symm import Group, PeerMemory
+from megamoe.symm.agreement import agree
 from megamoe.tensors import ExpertWeights, Mxfp4Weights, PreparedWeights
 from megamoe_rocm import weights as kernel_weights
 from megamoe_rocm.heuristics import SessionConfig, TileConfig
@@ -93,14 +94,23 @@ class RocmSession(Session):
 
     def start(self) -> None:
         """COLLECTIVE. Allocate the workspaces and make them ready for the first call."""
-        self._memory = self._allocate(self._layout.num_bytes)
-        self._ranks = {rank: RankMemory(self._layout, self._memory.ranks[rank]) for rank in self._driven}
+        layout = self._layout
+        if self._group is None:
+            self._memory = self._allocate(layout.num_bytes)
+            self._ranks = {rank: RankMemory(layout, self._memory.ranks[rank]) for rank in self._driven}
+        else:  # peers see what they need; the pool is where this device is fastest
+            local = agree(self._group, "allocate memory", self._local_memory, timeout_s=self._timeout_s)
+            self._memory = self._allocate(layout.symmetric_bytes)
+            self._ranks = {rank: RankMemory(layout, self._memory.ranks[rank], local) for rank in self._driven}
         addresses = [memory.data_ptr() for memory in self._memory.ranks]
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         self._parameters = {
             rank: stage1_parameters(self.plan.problem, rank, memory) for rank, memory in self._ranks.items()
         }
         self.start_epochs(0)
+
+    def _local_memory(self) -> Tensor:
+        return torch.empty(self._layout.local_bytes, dtype=torch.uint8, device=self._device)
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -113,7 +113,8 @@ class MoriGroup(Group):
                 raise WorkspaceError(
                     f"Mori's heap has no {num_bytes} bytes left",
                     got=f"{HEAP_SIZE}={os.environ.get(HEAP_SIZE, 'not set')}",
-                    hint=f"set {HEAP_SIZE} before whoever initialises Mori first; plan.bytes says what a session takes",
+                    hint=f"set {HEAP_SIZE} before whoever initialises Mori first; a session takes "
+                    "plan.workspace.symmetric_bytes",
                 )
             ranks = tuple(self._peer(address, rank, num_bytes) for rank in range(self.size))
             return SymmetricBuffer(rank=self.rank, ranks=ranks)

@@ -60,7 +60,7 @@ def combine_rows(
         report: `[STATUS_WORDS]` int32 that the host can read; receives `status` after a time-out.
     """
     call = call_epoch(epoch)
-    wait_for_ranks(rank_finished, abort, call, ep_size, patience, status, rank, COMBINE, RANKS, CLOCK)
+    wait_for_ranks(rank_finished, abort, call, ep_size, patience, status, rank, COMBINE, RANKS, CLOCK, WAVES, LANES)
 
     num_tokens = tl.minimum(tl.load(device_num_tokens), num_rows)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -5,11 +5,16 @@ that wave's own stores (seen in gfx950 code of Triton 3.9.0: the workgroup barri
 waves). So an arrival is counted by every wave of a program, each after its own stores, and counters count waves. Where
 a single word is to be stored, the waves arrive somewhere first.
 
+A loop that polls has barriers in it, so all waves must leave it together: what it decides by is read by one wave and
+handed to the others. Atomics are (of a scalar, and of a tensor that is smaller than the program), plain loads are not.
+
 A poll is an atomic addition of 0: an acquire at system scope with every Triton version from 3.6.0 on.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
+
+import time
 
 import triton
 import triton.language as tl
@@ -33,30 +38,30 @@ def reached(value, target):
     return ((value.to(tl.int64) - target) & 0xFFFFFFFF) < 0x80000000
 
 
+def host_clock():
+    """Nanoseconds; what Triton's interpreter takes for a clock."""
+    return time.monotonic_ns()
+
+
+host_clock.__triton_builtin__ = True  # the compiler never gets there: it need not look into it
+
+
 @triton.jit
-def ticks(CLOCK: tl.constexpr):
-    """Units of 1024 ticks of the device's clock, int32 that wraps; 0 where polls are counted instead.
+def ticks(CLOCK: tl.constexpr, WAVES: tl.constexpr, LANES: tl.constexpr):
+    """Units of 1024 ticks of a clock, int32 that wraps: one wave's reading, in all waves of the program.
 
     Triton 3.9's own `memrealtime` waits for another counter than the one that says that the value has arrived.
     """
-    now = tl.full([], 0, tl.int64)
     if CLOCK == "memrealtime":
         now = tl.inline_asm_elementwise(
             "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
         )
-    if CLOCK == "globaltimer":
+    elif CLOCK == "globaltimer":
         now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    return (now >> 10).to(tl.int32)
-
-
-@triton.jit
-def time_waited(start, num_polls, CLOCK: tl.constexpr):
-    """How long a wait has taken, in what `patience` is given in: units of `ticks`, or polls."""
-    if CLOCK == "polls":
-        waited = num_polls
     else:
-        waited = ticks(CLOCK) - start
-    return waited
+        now = tl.full([], host_clock(), tl.int64)
+    lane = tl.arange(0, WAVES * LANES)
+    return tl.max(tl.where(lane == 0, (now >> 10).to(tl.int32), -2147483648), axis=0)
 
 
 @triton.jit
@@ -73,26 +78,47 @@ def give_up(status, why, rank, peer, phase, epoch, index, value, target):
 
 
 @triton.jit
-def wait_for(flag, target, patience, status, rank, phase, epoch, index, CLOCK: tl.constexpr):
+def wait_for(
+    flag,
+    target,
+    patience,
+    status,
+    rank,
+    phase,
+    epoch,
+    index,
+    CLOCK: tl.constexpr,
+    WAVES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Poll a counter of this rank until it reaches `target`, as long as `patience`; then give up; `status` says so.
 
     Once a wait of this rank has given up, none waits any more, and the rank's results mean nothing: `combine` writes
     NaN. `phase` and `index` are what the time-out's message names.
     """
     value = tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
-    limit = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
-    start = ticks(CLOCK)
-    num_polls = 0
-    while (reached(value, target) == 0) & (time_waited(start, num_polls, CLOCK) < limit):
+    limit = tl.where(read_by_one(status) == 0, patience, 0)
+    start = ticks(CLOCK, WAVES, LANES)
+    while (reached(value, target) == 0) & (ticks(CLOCK, WAVES, LANES) - start < limit):
         value = tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
-        num_polls += 1
     if reached(value, target) == 0:
         give_up(status, TIMED_OUT, rank, rank, phase, epoch, index, value, target)
 
 
 @triton.jit
 def wait_for_ranks(
-    flags, abort, epoch, ep_size, patience, status, rank, phase, RANKS: tl.constexpr, CLOCK: tl.constexpr
+    flags,
+    abort,
+    epoch,
+    ep_size,
+    patience,
+    status,
+    rank,
+    phase,
+    RANKS: tl.constexpr,
+    CLOCK: tl.constexpr,
+    WAVES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Poll the epoch flags of all ranks, `flags` `[ep_size]`, as `wait_for` does, until each has this call's epoch.
 
@@ -101,17 +127,15 @@ def wait_for_ranks(
     peer = tl.arange(0, RANKS)
     is_rank = peer < ep_size
     values = acquire_ranks(flags, ep_size, RANKS)
-    has_aborted = is_rank & (tl.load(abort + peer, mask=is_rank, other=0, volatile=True) == epoch)
+    has_aborted = is_rank & (acquire_ranks(abort, ep_size, RANKS) == epoch)
     num_late = count_late(values, epoch, ep_size, RANKS)
-    limit = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
-    start = ticks(CLOCK)
-    num_polls = 0
-    while (num_late > 0) & (time_waited(start, num_polls, CLOCK) < limit):
+    limit = tl.where(read_by_one(status) == 0, patience, 0)
+    start = ticks(CLOCK, WAVES, LANES)
+    while (num_late > 0) & (ticks(CLOCK, WAVES, LANES) - start < limit):
         values = acquire_ranks(flags, ep_size, RANKS)
-        has_aborted = is_rank & (tl.load(abort + peer, mask=is_rank, other=0, volatile=True) == epoch)
+        has_aborted = is_rank & (acquire_ranks(abort, ep_size, RANKS) == epoch)
         num_late = count_late(values, epoch, ep_size, RANKS)
         limit = tl.where(tl.max(has_aborted.to(tl.int32), axis=0) == 0, limit, 0)
-        num_polls += 1
     if num_late > 0:
         late = tl.min(tl.where(is_rank & (reached(values, epoch) == 0), peer, RANKS), axis=0)
         aborted = tl.min(tl.where(has_aborted, peer, RANKS), axis=0)
@@ -119,6 +143,12 @@ def wait_for_ranks(
         late = tl.where(aborted < RANKS, aborted, late)
         value = tl.sum(tl.where(peer == late, values, 0), axis=0)
         give_up(status, why, rank, late, phase, epoch, late, value, epoch)
+
+
+@triton.jit
+def read_by_one(word):
+    """A word that other programs may be changing, as one wave reads it, in all waves of the program."""
+    return tl.atomic_add(word, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit

@@ -166,7 +166,9 @@ def dispatch_gemm1(
                     )
                     arrive(arrived + slot, pulled, WAVES, "gpu", LANES)
             else:
-                wait_for(arrived + slot, num_rows * WAVES, patience, status, rank, GEMM1, call, block, CLOCK)
+                wait_for(
+                    arrived + slot, num_rows * WAVES, patience, status, rank, GEMM1, call, block, CLOCK, WAVES, LANES
+                )
                 expert = tl.load(block_table + block * 4).to(tl.int64)
                 first_row = tl.cast(slot, tl.int64) * BLOCK_M
                 row_stride = tl.multiple_of(parameter(stage1_parameters, 11), 16)

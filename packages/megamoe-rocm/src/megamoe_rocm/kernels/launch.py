@@ -68,8 +68,8 @@ class Target:
 
     Args:
         lanes: of a wave.
-        clock: by which waits are timed: "memrealtime", "globaltimer", or "polls" where there is none.
-        units_per_s: units in which waits are timed: 1024 ticks of the clock, or polls.
+        clock: by which waits are timed: "memrealtime", "globaltimer", or "host" in Triton's interpreter.
+        units_per_s: units in which waits are timed, 1024 ticks of the clock, in a second.
     """
 
     lanes: int
@@ -84,8 +84,7 @@ class Target:
 GFX950 = Target(lanes=64, clock="memrealtime", units_per_s=100e6 / 1024)
 """The clock has 100 MHz: AMD's CDNA 3 ISA document, S_MEMREALTIME."""
 SM90 = Target(lanes=32, clock="globaltimer", units_per_s=1e9 / 1024)
-INTERPRETER = Target(lanes=64, clock="polls", units_per_s=5e4)
-"""A poll is a turn of Triton's interpreter, 20 us at least."""
+INTERPRETER = Target(lanes=64, clock="host", units_per_s=1e9 / 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +335,8 @@ class RankCall:
                 "RANKS": RANKS,
                 "TILE": BLOCKS,
                 "CLOCK": self.target.clock,
+                "WAVES": WAVES,
+                "LANES": self.target.lanes,
             },
         )
 

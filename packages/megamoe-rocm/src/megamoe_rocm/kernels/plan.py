@@ -36,6 +36,8 @@ def plan_blocks(
     RANKS: tl.constexpr,
     TILE: tl.constexpr,
     CLOCK: tl.constexpr,
+    WAVES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """One program.
 
@@ -49,7 +51,7 @@ def plan_blocks(
         EXPERTS, RANKS, TILE: experts, ranks and blocks handled at a time; RANKS is at least `ep_size`.
     """
     call = call_epoch(epoch)
-    wait_for_ranks(counts_published, abort, call, ep_size, patience, status, rank, DISPATCH, RANKS, CLOCK)
+    wait_for_ranks(counts_published, abort, call, ep_size, patience, status, rank, DISPATCH, RANKS, CLOCK, WAVES, LANES)
 
     src = tl.arange(0, RANKS)
     is_rank = tl.expand_dims(src < ep_size, 0)

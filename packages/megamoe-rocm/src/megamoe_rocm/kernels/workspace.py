@@ -112,18 +112,24 @@ class RankMemory:
 
     Args:
         layout: made by `kernel_workspace`.
-        workspace: uint8, at least `layout.num_bytes`.
+        workspace: uint8, at least `layout.num_bytes`; with `local`, at least the symmetric section.
+        local: uint8, the local section, where it is not a part of `workspace`: memory that peers can address may be
+            slower.
     """
 
-    def __init__(self, layout: WorkspaceLayout, workspace: Tensor) -> None:
-        layout.check_size(workspace.numel())
+    def __init__(self, layout: WorkspaceLayout, workspace: Tensor, local: Tensor | None = None) -> None:
+        layout.check_size(workspace.numel() + (0 if local is None else local.numel()))
         self.layout = layout
         self.workspace = workspace
+        self._local = local
 
     def bytes(self, name: str) -> Tensor:
         """Array `name` as uint8 `[rows, row bytes]`."""
         array = self.layout[name]
-        return self.workspace[array.offset : array.offset + array.num_bytes].view(-1, array.row_bytes)
+        memory, offset = self.workspace, array.offset
+        if self._local is not None and array.section is Section.LOCAL:
+            memory, offset = self._local, offset - self.layout.symmetric_bytes
+        return memory[offset : offset + array.num_bytes].view(-1, array.row_bytes)
 
     def words(self, name: str) -> Tensor:
         """Array `name` as int32, flat."""
