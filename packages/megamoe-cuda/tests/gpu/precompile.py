@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from megamoe.bench.suites import SuiteOptions
-from megamoe.problem import MoEProblem
+from megamoe.problem import MoEProblem, Transport
 from megamoe.schedule.device_spec import H200
 from megamoe.testing.cases import cases, stress_case
 from megamoe_cuda import backend
 from megamoe_cuda.aot import builds
 from megamoe_cuda.backend import CudaBackend
-from megamoe_cuda.bench import seed_sm90
+from megamoe_cuda.bench import modes, seed_sm90
 from megamoe_cuda.heuristics import session_config
 from megamoe_cuda.jit.store import load_or_compile
 from megamoe_cuda.kernel_config import KernelConfig
@@ -55,6 +55,10 @@ def bench_kernels(num_gpus: int) -> Iterator[KernelConfig]:
     for setting in seed_sm90.settings(num_gpus):
         for measurement in seed_sm90._measurements(setting, SuiteOptions()):
             yield from (build.kernel for build in builds(measurement.problem))
+    for tokens in modes.TOKENS:
+        for transport in Transport:
+            for problem in modes._problems(tokens, transport):
+                yield from (build.kernel for build in builds(problem))
 
 
 def matrix_kernels(virtual: bool, largest_ep_size: int) -> Iterator[KernelConfig]:

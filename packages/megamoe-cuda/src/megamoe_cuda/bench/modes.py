@@ -19,6 +19,7 @@ from megamoe.bench.results import BenchRow, Machine, Timing
 from megamoe.bench.suites import Suite, SuiteOptions
 from megamoe.launch import RankContext, run_ranks
 from megamoe.problem import ActFormat, MoEProblem, QuantMode, Transport
+from megamoe.tensors import PreparedWeights
 from megamoe_cuda.backend import CudaBackend
 from megamoe_cuda.bench.inputs import Inputs, make_experts, make_inputs
 from megamoe_cuda.bench.rank import NUM_ROUTINGS, Peer, barrier, captured, eager, this_machine
@@ -99,13 +100,15 @@ def _problems(num_tokens: int, transport: Transport) -> tuple[MoEProblem, ...]:
 def _measure_rank(context: RankContext, rounds: list[Round]) -> tuple[Machine, list[dict[str, list[float]]]]:
     context.join_gpus(torch.device("cuda", context.rank))
     try:
-        return this_machine(context.world_size), [_measure(each) for each in rounds]
+        layers: dict[str, PreparedWeights] = {}
+        gemms = GroupedGemms(rounds[0].problems[0])
+        return this_machine(context.world_size), [_measure(each, layers, gemms) for each in rounds]
     finally:
         dist.destroy_process_group()
 
 
-def _measure(each: Round) -> dict[str, list[float]]:
-    """Seconds of each mode, by its name, and of the GEMMs alone."""
+def _measure(each: Round, layers: dict[str, PreparedWeights], gemms: GroupedGemms) -> dict[str, list[float]]:
+    """Seconds of each mode, by its name, and of the GEMMs alone. `layers` keeps each mode's experts between rounds."""
     backend = CudaBackend()
     inputs = [
         make_inputs(each.problems[0], num_tokens=each.num_tokens, routing_name=UNIFORM, rank=0, seed=seed)
@@ -116,12 +119,13 @@ def _measure(each: Round) -> dict[str, list[float]]:
         sessions = []
         for problem in each.problems:
             session = open_sessions.enter_context(backend.open(backend.plan(problem, config=each.config)))
-            weights = session.prepare(make_experts(problem, 0))
+            mode = str(problem.quant)
+            if mode not in layers:
+                layers[mode] = session.prepare(make_experts(problem, 0))
             session.warmup()
-            quantized = problem.quant is not QuantMode.BF16
-            contenders[str(problem.quant)] = captured(session, weights, inputs, quantized=quantized)
+            contenders[mode] = captured(session, layers[mode], inputs, quantized=problem.quant is not QuantMode.BF16)
             sessions.append(session)
-        contenders[GROUPED_GEMMS] = eager(GroupedGemms(each.problems[0]), inputs)
+        contenders[GROUPED_GEMMS] = eager(gemms, inputs)
         seconds = time_interleaved(contenders, repeats=each.repeats, barrier=barrier())
         for session in sessions:
             session.check()
