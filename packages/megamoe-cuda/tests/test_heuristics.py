@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from megamoe.errors import ConfigError
 from megamoe.problem import MoEProblem
 from megamoe.schedule.simulate import Tiled
 from megamoe_cuda.heuristics import TILES, config_names, session_config
@@ -22,14 +24,17 @@ def test_a_small_capacity_does_not_pay_for_tiles_that_no_call_uses() -> None:
     large = session_config(SEED, None)
     assert len(small.tiles) < len(large.tiles)
     assert [tile.block_m for tile in large.tiles] == sorted(tile.block_m for tile in large.tiles)
+    assert large.tiles == tuple(TILES.values())
 
 
 def test_the_tile_grows_with_the_call() -> None:
     config = session_config(SEED, None)
     heights = [config.tile_for(SEED, num_tokens).block_m for num_tokens in (0, 1, 8, 128, 256, 512, 8192)]
     assert heights == sorted(heights)
-    assert heights[0] == 64
+    assert heights[0] == 32
     assert heights[-1] == 128
+    names = [config.tile_for(SEED, num_tokens).name for num_tokens in (8, 128, 256, 512, 1024, 8192)]
+    assert names == ["n32", "m64", "m128", "m128", "m128n64", "m128n64"]
 
 
 @pytest.mark.parametrize("name", TILES)
@@ -43,15 +48,42 @@ MODES = ({"quant": "a8w8"}, {"quant": "bf16"}, {"quant": "a8w4", "act_format": "
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["quant"])
 @pytest.mark.parametrize("ep_size, hidden_size", [(1, 8192), (2, 4096), (8, 4096), (8, 7168), (32, 4096)])
-@pytest.mark.parametrize("name", config_names())
 def test_every_kernel_of_a_session_fits_and_shares_one_workspace(
-    name: str, ep_size: int, mode: dict[str, str], hidden_size: int
+    ep_size: int, mode: dict[str, str], hidden_size: int
 ) -> None:
     problem = replace(SEED, ep_size=ep_size, num_experts=32 * ep_size, hidden_size=hidden_size, **mode)
-    config = session_config(problem, name)
-    kernels = [config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132) for tile in config.tiles]
-    assert all(shared_memory(kernel).num_bytes <= MAX_DYNAMIC_BYTES for kernel in kernels)
-    assert len({kernel_workspace(kernel) for kernel in kernels}) == 1
+    for name in config_names(problem):
+        config = session_config(problem, name)
+        kernels = [config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132) for tile in config.tiles]
+        assert all(shared_memory(kernel).num_bytes <= MAX_DYNAMIC_BYTES for kernel in kernels)
+        assert len({kernel_workspace(kernel) for kernel in kernels}) == 1
+
+
+@pytest.mark.parametrize("change", [*MODES[1:], {"expert_bias": True}], ids=str)
+def test_swapped_operands_are_not_offered_where_the_kernel_has_none(change: dict[str, Any]) -> None:
+    problem = replace(SEED, **change)
+    assert not any(tile.swapped_rows for tile in session_config(problem, None).tiles)
+    for name in ("n32", "m128n64"):
+        assert name in config_names(SEED)
+        with pytest.raises(ConfigError, match="no such configuration"):
+            session_config(problem, name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_m": 32},  # without swapped operands
+        {"swapped_rows": 24},
+        {"swapped_rows": 64, "block_m": 32},
+        {"box_rows": 48},
+        {"box_rows": 4},
+        {"math_registers": 232},
+    ],
+    ids=str,
+)
+def test_a_tile_that_the_kernel_does_not_have_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        replace(TILES["m128"], **change)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["quant"])
@@ -63,6 +95,7 @@ def test_a_session_s_cut_is_simulated_as_its_kernels_are_compiled(mode: dict[str
         kernel = config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132)
         cut = config.tiling(problem, num_tokens, 132)
         assert (cut.block_m, cut.num_stages, cut.num_ctas) == (tile.block_m, tile.num_stages, kernel.ctas_per_rank)
+        assert cut.box_rows == tile.box_rows
         assert (cut.lag_blocks, cut.ring_blocks) == (kernel.ring.lag_blocks, kernel.ring.ring_blocks)
         assert kernel.gemm1_k_blocks * cut.block_k == SEED.hidden_size
         assert kernel.gemm1_n_tiles * cut.block_n == 2 * SEED.intermediate_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from megamoe_cuda.heuristics import TILES, session_config
+from megamoe_cuda.heuristics import session_config, tiles_of
 
 MODULE = runpy.run_path(str(Path(__file__).parent / "gpu" / "mutations.py"))
 
@@ -16,5 +16,5 @@ def test_the_cases_wrap_the_ring_and_bite_the_clamp() -> None:
     hot = [case for case in cases if case.hot_rank]
     for case in hot:
         rows = case.problem.ep_size * case.num_tokens * case.problem.top_k * 0.9
-        for ring in (session_config(case.problem, name).rings[0] for name in TILES):
+        for ring in (session_config(case.problem, name).rings[0] for name in tiles_of(case.problem)):
             assert rows / ring.block_m > ring.ring_blocks, "the ring does not wrap"

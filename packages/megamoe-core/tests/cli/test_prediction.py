@@ -30,7 +30,14 @@ class TiledConfig(KernelConfig):
     def tiling(self, problem: MoEProblem, num_tokens: int, num_ctas: int) -> Tiling:
         """One cut for all calls."""
         return Tiling(
-            block_m=64, block_n=256, block_k=128, num_ctas=num_ctas, num_stages=4, lag_blocks=8, ring_blocks=24
+            block_m=64,
+            block_n=256,
+            block_k=128,
+            num_ctas=num_ctas,
+            num_stages=4,
+            box_rows=64,
+            lag_blocks=8,
+            ring_blocks=24,
         )
 
 

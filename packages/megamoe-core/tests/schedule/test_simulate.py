@@ -43,7 +43,8 @@ ROWS = [
 
 
 def tiling(num_tokens: int, block_m: int, lag_blocks: int = 12, ring_blocks: int = 48, num_ctas: int = 132) -> Tiling:
-    """The measured kernel's: 256 columns, 4 stages, 8 K blocks of a first tile prefetched where an expert has one."""
+    """The measured kernel's: 256 columns, 4 stages, whole blocks of activations; 8 K blocks of a first tile prefetched
+    where an expert has one block."""
     one_block_each = 2 * num_tokens * EP8_EQUIVALENT.top_k <= EP8_EQUIVALENT.num_local_experts * block_m
     return Tiling(
         block_m=block_m,
@@ -51,6 +52,7 @@ def tiling(num_tokens: int, block_m: int, lag_blocks: int = 12, ring_blocks: int
         block_k=128,
         num_ctas=num_ctas,
         num_stages=4,
+        box_rows=block_m,
         lag_blocks=lag_blocks,
         ring_blocks=ring_blocks,
         prefetched_k_blocks=8 if one_block_each else 0,
@@ -209,8 +211,8 @@ def test_every_call_ends(rows: tuple[int, ...], num_ctas: int) -> None:
 
 
 def test_what_was_not_measured_is_refused() -> None:
-    with pytest.raises(ConfigError, match="32 rows was measured"):
-        predict(8, tiling(8, 32))
+    with pytest.raises(ConfigError, match="16 rows was measured"):
+        predict(8, tiling(8, 16))
     with pytest.raises(ConfigError, match="bf16"):
         simulate(
             replace(EP8_EQUIVALENT, quant="bf16"),

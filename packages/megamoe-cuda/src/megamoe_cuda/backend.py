@@ -102,7 +102,7 @@ class CudaBackend(Backend):
 
     def configs(self, problem: MoEProblem) -> tuple[str, ...]:
         """ "auto", which picks a tile per call, then each tile by name."""
-        return config_names()
+        return config_names(problem)
 
     def plan(self, problem: MoEProblem, device: DeviceSpec | None = None, *, config: str | None = None) -> Plan:
         """See `Backend.plan`.

@@ -1,6 +1,6 @@
 """Which tiles a session has, and which of them a call uses. Pure functions of plain numbers.
 
-A session compiles one kernel per tile height and picks one per call, by the call's token count. Ranks may pick
+A session compiles one kernel per tile and picks one per call, by the call's token count. Ranks may pick
 differently: how an owner cuts its rows into blocks shows in nothing that another rank waits for, and a row's bits are
 the same in every tile.
 """
@@ -8,6 +8,7 @@ the same in every tile.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from megamoe import backend
 from megamoe.errors import ConfigError
@@ -21,14 +22,25 @@ from megamoe_cuda.smem_budget import shared_memory
 AUTO = "auto"
 
 # Stages: as many as fit beside the staging of the epilogue. Registers: what the warpgroups need without spills.
-M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224)
-M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224)
-TILES = {tile.name: tile for tile in (M64, M128)}
+N32 = TileConfig(
+    name="n32", block_m=32, num_stages=5, producer_registers=56, math_registers=224, box_rows=8, swapped_rows=32
+)
+M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224, box_rows=64)
+M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224, box_rows=32)
+M128N64 = replace(M128, name="m128n64", swapped_rows=64)
+TILES = {tile.name: tile for tile in (N32, M64, M128, M128N64)}
 
-SWITCH_ROWS_PER_EXPERT = 50
-"""Mean rows per expert above which blocks of 128 rows are used. Up to it nearly all experts fit a block of 64 (50 and
-twice its root are 64), and a taller one would multiply padding. Seed's shape on an H200, 2026-11-30: at 32 rows
-229 us with m64 and 239 with m128, at 64 rows 267 and 250."""
+MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64.name: inf}
+"""Mean rows per expert up to which a tile is used. Seed's shape on an H200, 2026-11-30, us (docs/performance-log.md):
+
+    rows   2  n32 203  m64 210                      with swapped operands no padding is read
+    rows  32  m64 231  m128n64 237  m128 247
+    rows  64  m128 255  m128n64 263  m64 280        m64 cuts half of the experts into two blocks
+    rows 128  m128 330  m128n64 331
+    rows 256  m128n64 503  m128 524                 the last block of an expert holds few rows
+    rows 512  m128n64 921  m128 930
+
+Up to 50 rows nearly all experts fit a block of 64 (50 and twice its root are 64)."""
 
 LEAST_PULLED_ROWS = 2
 """Rows on their way to the pool, in a CTA. In mode bf16 a row takes 2 H bytes of shared memory, in mode a8w4 converted
@@ -46,7 +58,7 @@ MiB. At 8192 tokens, rings of 24 and 32 blocks of 128 rows beat one of 129 by 4 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig(backend.KernelConfig):
-    """The tiles of a session, shortest first, each with its ring of blocks.
+    """The tiles of a session, for few rows first, each with its ring of blocks.
 
     Attributes:
         name: "auto", or the name of the one tile that is pinned.
@@ -94,7 +106,8 @@ class SessionConfig(backend.KernelConfig):
     def tile_for(self, problem: MoEProblem, num_tokens: int) -> TileConfig:
         """The tile of a call with `num_tokens` tokens on this rank, if its peers bring about as many."""
         rows_per_expert = num_tokens * problem.top_k / problem.num_local_experts
-        return self.tiles[-1] if rows_per_expert > SWITCH_ROWS_PER_EXPERT else self.tiles[0]
+        fitting = (tile for tile in self.tiles if rows_per_expert <= MOST_ROWS_PER_EXPERT[tile.name])
+        return next(fitting, self.tiles[-1])
 
     def tiling(self, problem: MoEProblem, num_tokens: int, num_ctas: int) -> Tiling:
         """See `megamoe.schedule.simulate.Tiled`."""
@@ -108,15 +121,27 @@ class SessionConfig(backend.KernelConfig):
             block_k=BLOCK_K // element_bytes(QuantMode(problem.quant)),
             num_ctas=num_ctas,
             num_stages=tile.num_stages,
+            box_rows=tile.box_rows,
             lag_blocks=ring.lag_blocks,
             ring_blocks=ring.ring_blocks,
             prefetched_k_blocks=PREFETCHED_K_BLOCKS if one_block_each else 0,
         )
 
 
-def config_names() -> tuple[str, ...]:
-    """Names that `session_config` takes, the default first."""
-    return (AUTO, *TILES)
+def tiles_of(problem: MoEProblem) -> dict[str, TileConfig]:
+    """The tiles that kernels of `problem` can have, by name, for few rows first.
+
+    Operands are swapped in mode a8w8 without biases only. Other modes load whole blocks of activations: no others were
+    measured.
+    """
+    if QuantMode(problem.quant) is QuantMode.A8W8 and not problem.expert_bias:
+        return TILES
+    return {tile.name: replace(tile, box_rows=tile.block_m) for tile in TILES.values() if not tile.swapped_rows}
+
+
+def config_names(problem: MoEProblem) -> tuple[str, ...]:
+    """Names that `session_config` takes for `problem`, the default first."""
+    return (AUTO, *tiles_of(problem))
 
 
 def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
@@ -125,10 +150,10 @@ def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
     Raises:
         ConfigError: there is none of that name.
     """
-    name = name or AUTO
-    if name not in config_names():
-        raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(config_names()))
-    tiles = _tiles_up_to_capacity(problem) if name == AUTO else (TILES[name],)
+    name, names = name or AUTO, config_names(problem)
+    if name not in names:
+        raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(names))
+    tiles = _tiles_up_to_capacity(problem) if name == AUTO else (tiles_of(problem)[name],)
     rings = tuple(_ring(problem, tile.block_m) for tile in tiles)
     if problem.quant is not QuantMode.A8W8:
         tiles = tuple(_with_room_for_rows(problem, tile, ring) for tile, ring in zip(tiles, rings, strict=True))
@@ -136,9 +161,11 @@ def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
 
 
 def _tiles_up_to_capacity(problem: MoEProblem) -> tuple[TileConfig, ...]:
-    """All tiles that some call can use: the taller only where a full call is large enough for it."""
+    """All tiles that some call can use: those for more rows than a full call has are left out."""
     full = problem.num_max_tokens_per_rank * problem.top_k / problem.num_local_experts
-    return (M64, M128) if full > SWITCH_ROWS_PER_EXPERT else (M64,)
+    tiles = tuple(tiles_of(problem).values())
+    fewer = sum(full > MOST_ROWS_PER_EXPERT[tile.name] for tile in tiles)
+    return tiles[: fewer + 1]
 
 
 def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> TileConfig:

@@ -19,6 +19,7 @@ BLOCK_K = 128  # bytes of K in a stage; in FP8 one activation scale, one weight 
 PREFETCHED_K_BLOCKS = 8  # of a CTA's first tile, while ranks exchange counts; 32 KiB each, 33 of an H200's 50 MiB of L2
 MAX_K = 64 * BLOCK_K  # elements; a lane holds the weight scales of two K blocks
 RAGGED_GRANULE = 32  # elements of a row that need not be whole 128-blocks: a scale of the FP8 transport
+SWAPPED_ROWS = (8, 16, 32, 64)  # columns of WGMMAs with swapped operands (ptx/wgmma_few_columns.cuh)
 MAX_RANKS = 32  # one lane signals one peer
 REGISTERS_AT_ENTRY = 168  # per thread: 65536 / 384, rounded down to a multiple of 8
 
@@ -31,6 +32,10 @@ class TileConfig:
         name: what `plan(problem, config=...)` calls it.
         block_m: rows of a tile: 64 or 128.
         num_stages: shared-memory stages of 128 of K.
+        swapped_rows: blocks of up to so many rows are multiplied with swapped operands: the weights are the wide one,
+            and rows are not padded to 64.
+        box_rows: rows that one bulk copy of activations brings; copies without a valid row are left out. A divisor of
+            block_m.
         producer_registers: registers per thread of the producer warpgroup; a multiple of 8.
         math_registers: the same of the math warpgroups.
     """
@@ -40,10 +45,16 @@ class TileConfig:
     num_stages: int
     producer_registers: int
     math_registers: int
+    box_rows: int
+    swapped_rows: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_m not in (64, 128):
+        if self.block_m not in ((64, 128) if self.swapped_rows < self.block_m else SWAPPED_ROWS):
             raise ConfigError("the SM90 kernel has no such tile height", got=self.block_m, expected="64 or 128")
+        if self.swapped_rows not in (0, *SWAPPED_ROWS) or self.swapped_rows > self.block_m:
+            raise ConfigError("no operands are swapped for such rows", got=self.swapped_rows, expected=SWAPPED_ROWS)
+        if self.block_m % self.box_rows or self.box_rows % 8:
+            raise ConfigError("bulk copies of so many rows do not fill a block", got=self.box_rows)
         num_registers = 128 * self.producer_registers + 256 * self.math_registers
         available = REGISTERS_AT_ENTRY * NUM_THREADS
         if num_registers > available:  # the last warpgroup would wait for its registers for ever

@@ -223,15 +223,15 @@ class _ArgumentBlock:
 
     def _write_maps(self, offset: int, workspace: int, call: RankCall) -> None:
         config = self._config
-        block_m, ring_rows = config.tile.block_m, config.ring.num_rows
+        box_rows, ring_rows = config.tile.box_rows, config.ring.num_rows
         input_bytes, a2_bytes = config.input_row_bytes, config.a2_row_bytes
         weights = (
             (call.w13, config.num_local_experts * 2 * config.intermediate_size, input_bytes, BLOCK_N),
             (call.w2, config.num_local_experts * config.hidden_size, a2_bytes, BLOCK_N),
         )
         activations = (
-            (workspace + self._layout.offset("pool_payload"), ring_rows, input_bytes, block_m),
-            (workspace + self._layout.offset("a2_payload"), ring_rows, a2_bytes, block_m),
+            (workspace + self._layout.offset("pool_payload"), ring_rows, input_bytes, box_rows),
+            (workspace + self._layout.offset("a2_payload"), ring_rows, a2_bytes, box_rows),
         )
         packed = config.quant is QuantMode.A8W4  # packed weights are read without a map
         maps = bytes(len(weights) * TENSOR_MAP_BYTES) if packed else b""

@@ -78,7 +78,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     scales = weights + tile.num_stages * weight_stage
     staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
-    exchanges_amax = config.has_row_scales and not config.split_m
+    exchanges_amax = config.has_row_scales and not config.split_m and tile.swapped_rows < tile.block_m
     weight_scales = exchange + (2 * tile.block_m * FLOAT_BYTES if exchanges_amax else 0)  # two warpgroups
     tiles = weight_scales + (NUM_MATH_WARPS * _weight_scale_bytes(config) if config.has_row_scales else 0)
     barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES

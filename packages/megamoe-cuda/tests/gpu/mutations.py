@@ -32,7 +32,7 @@ from megamoe.testing.data import make_weights, shard, with_tensors
 from megamoe.testing.tolerances import rel_l2, staged_bounds
 from megamoe_cuda import backend
 from megamoe_cuda.aot import builds
-from megamoe_cuda.heuristics import TILES
+from megamoe_cuda.heuristics import tiles_of
 from megamoe_cuda.jit import codegen, compiler, store
 
 TIMEOUT_S = 3.0
@@ -237,7 +237,7 @@ def fault_in(case: Case) -> str | None:
     with torch.device("cuda"):
         expected = torch.cat(staged(problem, hidden, ids, router, weights).outputs).float()
     cuda = backend.CudaBackend()
-    for config in TILES:
+    for config in tiles_of(problem):
         with cuda.open(cuda.plan(problem, config=config), VirtualRanks(), timeout_s=TIMEOUT_S) as session:
             prepared = [session.prepare(share) for share in weights]
             for call in range(4):  # both parities, and counters that were left behind
@@ -316,7 +316,7 @@ def compile_all(headers: Path) -> None:
 
     use_headers(headers)
     kernels = {
-        build.kernel for case in cases() for name in TILES for build in builds(case.problem, config=name, virtual=True)
+        build.kernel for case in cases() for name in tiles_of(case.problem) for build in builds(case.problem, config=name, virtual=True)
     }
     for problem in (PROBLEM, WIDE):  # of failure_tests: whole sessions, and ranks that run alone
         kernels |= {build.kernel for virtual in (True, False) for build in builds(problem, virtual=virtual)}

@@ -23,7 +23,7 @@ from megamoe.testing.data import make_weights, shard
 from megamoe.testing.tolerances import rel_l2, staged_bounds
 from megamoe_cuda import backend
 from megamoe_cuda.aot import builds
-from megamoe_cuda.heuristics import TILES
+from megamoe_cuda.heuristics import tiles_of
 from megamoe_cuda.jit.store import load_or_compile
 
 TIMEOUT_S = 100.0
@@ -55,7 +55,7 @@ def inputs(problem: MoEProblem, num_tokens: int, rank: int) -> tuple[torch.Tenso
 
 def compile_all() -> None:
     for problem in problems():
-        for name in TILES:
+        for name in tiles_of(problem):
             for build in builds(problem, config=name, virtual=True, num_sms=DEVICE.num_sms):
                 load_or_compile(build.kernel)
 
@@ -65,7 +65,7 @@ def run() -> bool:
     cuda, right = backend.CudaBackend(), True
     for problem in problems():
         shares = shard(make_weights(problem, torch.device("cuda")), problem.ep_size)
-        for name in TILES:
+        for name in tiles_of(problem):
             with cuda.open(cuda.plan(problem, DEVICE, config=name), VirtualRanks(), timeout_s=TIMEOUT_S) as session:
                 weights = [session.prepare(share) for share in shares]
                 for num_tokens in TOKENS:

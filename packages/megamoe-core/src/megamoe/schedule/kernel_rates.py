@@ -77,7 +77,8 @@ H200_RATES = KernelRates(
     device="NVIDIA H200",
     # Probe, nothing stored, 63 rounds of 132 tiles: 1526.8 us at 32 K blocks a tile, 772.8 at 16. The difference is 16
     # K blocks. 64 rows with BF16 stores, 125 rounds: 1818.6 and 951.8.
-    k_block_us={64: 0.434, 128: 0.748},
+    # 32 rows with swapped operands: counted, 8 WGMMAs of 32 cycles by either warpgroup, a promotion, a barrier.
+    k_block_us={32: 0.35, 64: 0.434, 128: 0.748},
     # Counted: one warpgroup's WGMMAs and promotions in turn, 2 x (0.13 + 0.06 + 0.05) us of a K block's 0.748.
     half_tile=0.65,
     tile_us=0.25,  # probe: what the two loops above leave

@@ -48,6 +48,7 @@ class Tiling:
         block_m, block_n, block_k: rows, columns and stage depth of a tile.
         num_ctas: of a rank, one per SM.
         num_stages: that weights may be ahead of the tensor cores.
+        box_rows: rows of a copy of activations; copies without a valid row are left out.
         lag_blocks, ring_blocks: see `schedule.waves.Ring`.
         prefetched_k_blocks: of each CTA's first tile, whose weights come while ranks still exchange counts.
     """
@@ -57,6 +58,7 @@ class Tiling:
     block_k: int
     num_ctas: int
     num_stages: int
+    box_rows: int
     lag_blocks: int
     ring_blocks: int
     prefetched_k_blocks: int = 0
@@ -414,7 +416,7 @@ class _Rank:
         self._math_us += duration
         self._at(max(time, cta.free_at) + duration, "multiplied", index)
         cta.parts_left = 1
-        padding = (layer.tiling.block_m - block.num_rows) * layer.tiling.block_k / layer.n_tiles[cta.unit.phase]
+        padding = -block.num_rows % layer.tiling.box_rows * layer.tiling.block_k / layer.n_tiles[cta.unit.phase]
         k_block_bytes = padding + layer.k_block_bytes * block.streams_weights
         self.hbm_bytes += k_blocks * k_block_bytes
         num_bytes = max(0, k_blocks - early_k_blocks) * k_block_bytes

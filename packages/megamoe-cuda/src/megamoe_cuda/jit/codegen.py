@@ -93,6 +93,8 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "ProducerRegisters": tile.producer_registers,
         "MathRegisters": tile.math_registers,
         "BlockM": tile.block_m,
+        "BoxRows": tile.box_rows,
+        "SwappedRows": tile.swapped_rows,
         "BlockN": BLOCK_N,
         "NumStages": tile.num_stages,
         "Gemm1KBlocks": config.gemm1_k_blocks,

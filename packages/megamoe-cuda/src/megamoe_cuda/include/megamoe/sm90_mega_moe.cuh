@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     const Ring ring{ptx::shared_address(shared)};
     const TileQueue queue{ring.base};
     auto& plan = *reinterpret_cast<PoolPlan*>(shared + cfg::kSmemPoolPlan);
+    prefetch_picks(arguments);
     if (threadIdx.x == 0) {
         ring.initialize();
         queue.initialize();

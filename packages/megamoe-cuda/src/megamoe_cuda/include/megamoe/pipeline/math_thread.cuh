@@ -12,7 +12,7 @@
 namespace megamoe {
 
 constexpr uint32_t kHalves = cfg::kSplitM ? 2 : 1;
-constexpr uint32_t kParts = cfg::kSplitM ? 1 : cfg::kBlockM / 64;
+constexpr uint32_t kParts = cfg::kSplitM ? 1 : ceil_div(cfg::kBlockM, 64);
 constexpr uint32_t kHalfColumns = 128;
 constexpr uint32_t kHalfBytes = kHalfColumns * ptx::kSwizzleBytes;
 constexpr uint32_t kMathBarrier = 1;       // all math threads

@@ -117,11 +117,22 @@ __device__ __forceinline__ bool load_activations(const Cta& cta, const Tile& til
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().a2 : cta.own().pool;
     const float* scales =
         tile.is_gemm2 ? cta.workspace.a2_scales(tile.ring_slot, 0) : cta.workspace.pool_scales(tile.ring_slot, 0);
+    // Boxes that hold a valid row; the rest of the stage stays as it is, and only padding rows see it.
+    constexpr bool kWholeBlocks = cfg::kBoxRows == cfg::kBlockM;
+    const uint32_t rows = kWholeBlocks ? cfg::kBlockM : ceil_div(tile.num_rows, cfg::kBoxRows) * cfg::kBoxRows;
     return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
-        ptx::mbarrier_arrive_expect_tx(full, cfg::kActivationStageBytes + cfg::kScaleStageBytes);
-        ptx::tma_load_2d(ring.activations(stage), map, k * 128, tile.ring_slot * cfg::kBlockM, full);
+        constexpr uint32_t kScaleBytes = cfg::kHasRowScales ? sizeof(float) : 0;
+        ptx::mbarrier_arrive_expect_tx(full, rows * (128 + kScaleBytes));
+        if constexpr (kWholeBlocks) {
+            ptx::tma_load_2d(ring.activations(stage), map, k * 128, tile.ring_slot * cfg::kBlockM, full);
+        } else {
+            for (uint32_t row = 0; row < rows; row += cfg::kBoxRows) {
+                ptx::tma_load_2d(ring.activations(stage) + row * 128, map, k * 128, tile.ring_slot * cfg::kBlockM + row,
+                                 full);
+            }
+        }
         if constexpr (cfg::kHasRowScales) {
-            ptx::bulk_load(ring.scales(stage), scales + k * cfg::kBlockM, cfg::kScaleStageBytes, full);
+            ptx::bulk_load(ring.scales(stage), scales + k * cfg::kBlockM, rows * kScaleBytes, full);
         }
     });
 }

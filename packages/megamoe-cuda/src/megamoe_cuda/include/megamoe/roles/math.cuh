@@ -8,6 +8,7 @@
 #include "megamoe/pipeline/main_loop_fp4.cuh"
 #include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/roles/combine.cuh"
+#include "megamoe/roles/swapped_epilogues.cuh"
 #include "megamoe/symm/trace.cuh"
 
 namespace megamoe {
@@ -52,20 +53,6 @@ __device__ __forceinline__ void end_tile(const KernelArguments& arguments, const
     }
 }
 
-// Whether the warpgroup has nothing to multiply: with split M, the second one's rows may all be padding.
-__device__ __forceinline__ bool has_only_padding(const Tile& tile) {
-    return cfg::kSplitM && MathThread::identify().warpgroup == 1 && tile.num_rows <= 64;
-}
-
-// Keeps the ring and the flags in step without a multiplication.
-__device__ __forceinline__ void skip_tile(const KernelArguments& arguments, const Ring& ring, const Tile& tile,
-                                          ModeMainLoop& loop) {
-    loop.skip(tile.k_blocks());
-    const Cta cta = recall_cta(arguments, ring.facts());
-    uint32_t* flag = tile.is_gemm2 ? cta.workspace.block_retired(cta.epoch) : cta.workspace.a2_written(cta.epoch);
-    publish_tile(MathThread::identify(), flag + tile.block, loop.alive);
-}
-
 // Waits for the tile of `turn` and asks for its weight scales; false at the end.
 __device__ __forceinline__ bool prepare_tile(const KernelArguments& arguments, const Ring& ring,
                                              const TileQueue& queue, uint32_t turn) {
@@ -77,6 +64,55 @@ __device__ __forceinline__ bool prepare_tile(const KernelArguments& arguments, c
         WeightScales(ring, thread).fetch(recall_cta(arguments, ring.facts()), thread, tile);
     }
     return true;
+}
+
+template <uint32_t kTokens>
+__device__ __forceinline__ void run_swapped_tile(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
+                                                 const TileQueue& queue, const WeightScales& weight_scales,
+                                                 uint32_t turn, bool is_gemm2, ModeMainLoop& loop, bool& more) {
+    RowHomes<kTokens> homes;
+    loop.await_full(loop.position.stage);  // what the loader waited for is visible: the block's meta too
+    homes.load(recall_cta(arguments, ring.facts()), MathThread::identify(), queue.read(turn));
+    SwappedAccumulators<kTokens> sums;
+    SwappedLoop<kTokens>(loop, MathThread::identify(), is_gemm2).multiply(is_gemm2, weight_scales, sums);
+    more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
+    const Cta cta = recall_cta(arguments, ring.facts());
+    const MathThread thread = MathThread::identify();
+    const Tile tile = queue.read(turn);
+    const uint32_t staging = ring.base + cfg::kSmemStaging;
+    if (tile.is_gemm2) {
+        swapped_gemm2_epilogue(cta, thread, tile, sums, homes, staging, loop.alive);
+    } else {
+        swapped_gemm1_epilogue(cta, plan, thread, tile, sums, staging, loop.alive);
+    }
+}
+
+// With the fewest columns that hold the tile's rows, from kTokens up.
+template <uint32_t kTokens>
+__device__ __forceinline__ void run_swapped(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
+                                            const TileQueue& queue, const WeightScales& weight_scales, uint32_t turn,
+                                            const Tile& tile, ModeMainLoop& loop, bool& more) {
+    if constexpr (kTokens < cfg::kSwappedRows) {
+        if (tile.num_rows > kTokens) {
+            run_swapped<2 * kTokens>(arguments, plan, ring, queue, weight_scales, turn, tile, loop, more);
+            return;
+        }
+    }
+    run_swapped_tile<kTokens>(arguments, plan, ring, queue, weight_scales, turn, tile.is_gemm2, loop, more);
+}
+
+// Whether the warpgroup has nothing to multiply: with split M, the second one's rows may all be padding.
+__device__ __forceinline__ bool has_only_padding(const Tile& tile) {
+    return cfg::kSplitM && cfg::kSwappedRows < 64 && MathThread::identify().warpgroup == 1 && tile.num_rows <= 64;
+}
+
+// Keeps the ring and the flags in step without a multiplication.
+__device__ __forceinline__ void skip_tile(const KernelArguments& arguments, const Ring& ring, const Tile& tile,
+                                          ModeMainLoop& loop) {
+    loop.skip(tile.k_blocks());
+    const Cta cta = recall_cta(arguments, ring.facts());
+    uint32_t* flag = tile.is_gemm2 ? cta.workspace.block_retired(cta.epoch) : cta.workspace.a2_written(cta.epoch);
+    publish_tile(MathThread::identify(), flag + tile.block, loop.alive);
 }
 
 __device__ __forceinline__ void end_call(const KernelArguments& arguments, const Ring& ring, bool alive) {
@@ -113,12 +149,20 @@ __device__ __forceinline__ void math_role(const KernelArguments& arguments, cons
             more = prepare_tile(arguments, ring, queue, turn + 1);
             continue;
         }
-        Accumulators sums[kParts];
         if constexpr (cfg::kHasRowScales) weight_scales.await();
-        start_tile(arguments, ring, queue, turn, loop);
-        loop.multiply(tile, weight_scales, sums);
-        more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
-        end_tile(arguments, plan, ring, queue, turn, sums, loop.alive);
+        if (cfg::kSwappedRows == 0 || tile.num_rows > cfg::kSwappedRows) {
+            if constexpr (cfg::kSwappedRows < cfg::kBlockM) {
+                Accumulators sums[kParts];
+                start_tile(arguments, ring, queue, turn, loop);
+                loop.multiply(tile, weight_scales, sums);
+                more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
+                end_tile(arguments, plan, ring, queue, turn, sums, loop.alive);
+            }
+        } else {
+            if constexpr (cfg::kSwappedRows > 0) {
+                run_swapped<8>(arguments, plan, ring, queue, weight_scales, turn, tile, loop, more);
+            }
+        }
         queue.release(turn);
     }
 }
