@@ -316,7 +316,10 @@ def compile_all(headers: Path) -> None:
 
     use_headers(headers)
     kernels = {
-        build.kernel for case in cases() for name in tiles_of(case.problem) for build in builds(case.problem, config=name, virtual=True)
+        build.kernel
+        for case in cases()
+        for name in tiles_of(case.problem)
+        for build in builds(case.problem, config=name, virtual=True)
     }
     for problem in (PROBLEM, WIDE):  # of failure_tests: whole sessions, and ranks that run alone
         kernels |= {build.kernel for virtual in (True, False) for build in builds(problem, virtual=virtual)}
