@@ -43,13 +43,13 @@ def test_a_pinned_tile_is_used_for_every_call(name: str) -> None:
     assert {config.tile_for(SEED, num_tokens).name for num_tokens in (0, 64, 8192)} == {name}
 
 
-MODES = ({"quant": "a8w8"}, {"quant": "bf16"}, {"quant": "a8w4", "act_format": "fp8_1x128"})
+MODES: tuple[dict[str, Any], ...] = ({"quant": "a8w8"}, {"quant": "bf16"}, {"quant": "a8w4", "act_format": "fp8_1x128"})
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["quant"])
 @pytest.mark.parametrize("ep_size, hidden_size", [(1, 8192), (2, 4096), (8, 4096), (8, 7168), (32, 4096)])
 def test_every_kernel_of_a_session_fits_and_shares_one_workspace(
-    ep_size: int, mode: dict[str, str], hidden_size: int
+    ep_size: int, mode: dict[str, Any], hidden_size: int
 ) -> None:
     problem = replace(SEED, ep_size=ep_size, num_experts=32 * ep_size, hidden_size=hidden_size, **mode)
     for name in config_names(problem):
@@ -87,7 +87,7 @@ def test_a_tile_that_the_kernel_does_not_have_is_refused(change: dict[str, Any])
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["quant"])
-def test_a_session_s_cut_is_simulated_as_its_kernels_are_compiled(mode: dict[str, str]) -> None:
+def test_a_session_s_cut_is_simulated_as_its_kernels_are_compiled(mode: dict[str, Any]) -> None:
     problem = replace(SEED, **mode)
     config = session_config(problem, None)
     for num_tokens in (8, 8192):
