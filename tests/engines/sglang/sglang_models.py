@@ -63,6 +63,20 @@ def write_checkpoint(directory: Path) -> str:
     return write_config(directory)
 
 
+def write_exact(directory: Path) -> str:
+    """The same model with its experts dequantised, in FP32, for another library to run. Returns its path."""
+    stored = _tensors(torch.Generator().manual_seed(0))
+    tensors = {
+        name: _dequantized(stored, name.removesuffix(".weight")) if f"{name}_scale_inv" in stored else tensor.float()
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+    save_file(tensors, _made(directory) / "model.safetensors")
+    config = {name: value for name, value in CONFIG.items() if name != "quantization_config"}
+    (directory / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
+    return str(directory)
+
+
 def _made(directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     return directory

@@ -1,4 +1,4 @@
-"""A whole server of SGLang on the CPU, with its scheduler in a process of its own, generates tokens with MegaMoE.
+"""A whole engine of SGLang on the CPU, with its scheduler in a process of its own, generates tokens with MegaMoE.
 
 `nox -s engines-sglang` runs this. Attention is SGLang's own for CPUs; one rank, since its data-parallel attention needs
 a GPU.
@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="`nox -s engines-sglang` installs it and runs these")
 
-from sglang_models import VOCAB, write_checkpoint
+from sglang_models import write_checkpoint, write_exact
+from transformers import AutoModelForCausalLM
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
 NEW_TOKENS = 6
@@ -25,7 +27,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Output of a server that runs both prompts together, and of one that runs them one by one."""
+    """Output of an engine that runs both prompts together, and then one by one."""
     path = write_checkpoint(tmp_path_factory.mktemp("model"))
     program = HERE / "sglang_generate.py"
     environment = {**os.environ, "PYTHONPATH": str(HERE / "cpu_site"), "OMP_NUM_THREADS": "1"}
@@ -43,10 +45,15 @@ def _tokens(logs: dict[str, str], name: str) -> list[list[int]]:
     return tokens
 
 
-def test_tokens_come_out(logs: dict[str, str]) -> None:
-    tokens = _tokens(logs, "together")
-    assert [len(sequence) for sequence in tokens] == [NEW_TOKENS] * len(PROMPTS)
-    assert all(0 <= token < VOCAB for sequence in tokens for token in sequence)
+def test_tokens_are_those_of_the_model_in_fp32(logs: dict[str, str], tmp_path: Path) -> None:
+    """transformers runs the same weights in FP32; a token may differ where two are about as likely."""
+    model = AutoModelForCausalLM.from_pretrained(write_exact(tmp_path), dtype=torch.float32).eval()
+    for prompt, tokens in zip(PROMPTS, _tokens(logs, "together"), strict=True):
+        assert len(tokens) == NEW_TOKENS
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        behind = logits.max(dim=-1).values - logits[range(NEW_TOKENS), tokens]
+        assert (behind <= 0.1).all(), (tokens, behind)
 
 
 def test_a_request_does_not_depend_on_its_neighbours(logs: dict[str, str]) -> None:
