@@ -32,39 +32,43 @@ struct Fp4MainLoop : MainLoop {
     }
 
     // Converts this thread's row of `stage` into `buffer`. Its addresses are computed here: kept, they would take registers
-    // that the main loop does not have.
+    // that the main loop does not have. All loads come before the first store, so that they wait for each other only once.
     __device__ __forceinline__ void convert(uint32_t stage, uint32_t buffer) const {
         uint32_t row = weight_row;
         asm volatile("" : "+r"(row));
         const uint32_t weights = ring.weights(stage);
-        uint32_t word;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(weights + 2 * kPackedHalfBytes + 4 * row) : "memory");
-        const uint32_t codes =
-            weights + row / kHalfColumns * kPackedHalfBytes + row % kHalfColumns * kPackedRowBytes;
+        uint32_t entries;
+        asm volatile("ld.shared.u32 %0, [%1];"
+                     : "=r"(entries)
+                     : "r"(weights + 2 * kPackedHalfBytes + 4 * row)
+                     : "memory");
+        const uint32_t codes = weights + row / kHalfColumns * kPackedHalfBytes + row % kHalfColumns * kPackedRowBytes;
+        uint32_t words[4][4];
+        OperandTable tables[4];
+#pragma unroll
+        for (uint32_t block = 0; block < 4; ++block) load_codes(codes + block * kPackedBlockBytes, words[block]);
+#pragma unroll
+        for (uint32_t block = 0; block < 4; ++block) {
+            tables[block] = load_operand_table(ring.base + cfg::kSmemOperandTables + (entries >> (8 * block) & 0xffu));
+        }
         const uint32_t operands =
             ring.base + cfg::kSmemOperands + buffer * kOperandBufferBytes + row * ptx::kSwizzleBytes;
 #pragma unroll
-        for (uint32_t block = 0; block < 4; ++block) {
-            const uint32_t entry = ring.base + cfg::kSmemOperandTables + (word >> (8 * block) & 0xffu);
-            convert_block(load_operand_table(entry), codes + block * kPackedBlockBytes, operands, 2 * block, row % 8);
+        for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+            const uint2 low = tables[chunk / 2].operands(words[chunk / 2][2 * (chunk % 2)]);
+            const uint2 high = tables[chunk / 2].operands(words[chunk / 2][2 * (chunk % 2) + 1]);
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(operands + (chunk ^ row % 8) * 16), "r"(low.x),
+                         "r"(low.y), "r"(high.x), "r"(high.y)
+                         : "memory");
         }
     }
 
-    // 32 codes at `codes` become chunks `first` and `first + 1`, of 16 bytes, of the row at `operands`.
-    __device__ __forceinline__ static void convert_block(const OperandTable& table, uint32_t codes, uint32_t operands,
-                                                         uint32_t first, uint32_t swizzle) {
-        uint32_t words[4];
+    // 32 codes.
+    __device__ __forceinline__ static void load_codes(uint32_t address, uint32_t (&words)[4]) {
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                     : "r"(codes)
+                     : "r"(address)
                      : "memory");
-#pragma unroll
-        for (uint32_t i = 0; i < 2; ++i) {
-            const uint2 low = table.operands(words[2 * i]), high = table.operands(words[2 * i + 1]);
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(operands + ((first + i) ^ swizzle) * 16),
-                         "r"(low.x), "r"(low.y), "r"(high.x), "r"(high.y)
-                         : "memory");
-        }
     }
 
     // What this warpgroup wrote to a buffer is there for its WGMMAs, and the other buffer may be written.
