@@ -49,7 +49,7 @@ TINY = Size(
         "num_experts_per_tok": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "qk_nope_head_dim": 16,
     },
-    prompt=48, batches=(2, 5), context=16,
+    prompt=48, batches=(5,), context=16,
 )  # fmt: skip
 
 
