@@ -1,10 +1,13 @@
-"""Time kernels from several trees of headers in one run, taking turns, so that the GPU's clock hits them alike.
+"""Time kernels from several trees of headers, or several tiles, in one run, taking turns, so that the GPU's clock hits
+them alike.
 
     python compare_headers.py now=path/to/include other=path/to/include --tokens 8,1024,8192
+    python compare_headers.py n32 m64 m128 m128n64 --tokens 8,128,1024
 
 An `include` is `megamoe_cuda/include` of some version of the package; host code is the installed one's, so their
-constants and arguments must agree. Two GPUs measure the EP8-equivalent routing of suite seed-sm90, one measures EP1.
-Prints a JSON line per token count and transport: microseconds by tree, medians of the slower rank.
+constants and arguments must agree. A name without one is that of a configuration, of the installed headers. Two GPUs
+measure the EP8-equivalent routing of suite seed-sm90, one measures EP1. Prints a JSON line per token count and
+transport: microseconds by name, medians of the slower rank.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,16 +25,34 @@ import torch.distributed as dist
 from megamoe.bench.results import Timing
 from megamoe.bench.suites import SuiteOptions
 from megamoe.launch import RankContext, run_ranks
+from megamoe.tensors import ExpertWeights
 from megamoe_cuda.aot import builds
 from megamoe_cuda.backend import CudaBackend
 from megamoe_cuda.bench.inputs import make_experts, make_inputs
-from megamoe_cuda.bench.rank import NUM_ROUTINGS, Measurement, _barrier, _captured
+from megamoe_cuda.bench.rank import NUM_ROUTINGS, Measurement, barrier, captured
 from megamoe_cuda.bench.seed_sm90 import EP8_EQUIVALENT, UNIFORM, Setting, _measurements
 from megamoe_cuda.bench.timing import time_interleaved
 from megamoe_cuda.jit import codegen, compiler, store
 
-Trees = dict[str, Path]
 TIME_LIMIT_S = 300.0
+INSTALLED = codegen.INCLUDE_DIR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What one contender runs: headers, and a configuration by name or None."""
+
+    headers: Path
+    config: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[str, Kernels]:
+        """NAME=DIR, or the name of a configuration."""
+        name, _, headers = text.partition("=")
+        return (name, cls(headers=Path(headers))) if headers else (name, cls(headers=INSTALLED, config=name))
+
+
+Contenders = dict[str, Kernels]
 
 
 def use_headers(tree: Path) -> None:
@@ -40,24 +62,25 @@ def use_headers(tree: Path) -> None:
     store.headers.cache_clear()
 
 
-def compile_tree(tree: Path, measurements: list[Measurement]) -> None:
-    use_headers(tree)
-    for measurement in measurements:
-        for build in builds(measurement.problem, config=measurement.config):
-            store.load_or_compile(build.kernel)
+def compile_one(kernels: Kernels, measurement: Measurement) -> None:
+    use_headers(kernels.headers)
+    for build in builds(measurement.problem, config=kernels.config):
+        store.load_or_compile(build.kernel)
 
 
-def measure(context: RankContext, trees: Trees, measurements: list[Measurement]) -> list[dict[str, list[float]]]:
-    """COLLECTIVE. Seconds by tree, for each measurement."""
+def measure(context: RankContext, kernels: Contenders, measurements: list[Measurement]) -> list[dict[str, list[float]]]:
+    """COLLECTIVE. Seconds by name, for each measurement."""
     context.join_gpus(torch.device("cuda", context.rank))
     try:
         experts = make_experts(measurements[0].problem, context.rank)
-        return [measure_one(context.rank, trees, each, experts) for each in measurements]
+        return [measure_one(context.rank, kernels, each, experts) for each in measurements]
     finally:
         dist.destroy_process_group()
 
 
-def measure_one(rank: int, trees: Trees, measurement: Measurement, experts: object) -> dict[str, list[float]]:
+def measure_one(
+    rank: int, kernels: Contenders, measurement: Measurement, experts: ExpertWeights
+) -> dict[str, list[float]]:
     backend, problem = CudaBackend(), measurement.problem
     group = dist.group.WORLD if problem.ep_size > 1 else None
     rounds = [
@@ -65,29 +88,30 @@ def measure_one(rank: int, trees: Trees, measurement: Measurement, experts: obje
         for seed in range(NUM_ROUTINGS)
     ]
     sessions, contenders = [], {}
-    for name, tree in trees.items():
-        use_headers(tree)
-        session = backend.open(backend.plan(problem, config=measurement.config), group)
+    for name, each in kernels.items():
+        use_headers(each.headers)
+        session = backend.open(backend.plan(problem, config=each.config), group)
         sessions.append(session)
-        weights = session.prepare(experts)  # type: ignore[attr-defined]
+        weights = session.prepare(experts)
         session.warmup()
-        contenders[name] = _captured(session, weights, rounds, quantized=True)
-    seconds = time_interleaved(contenders, repeats=measurement.repeats, barrier=_barrier())
+        contenders[name] = captured(session, weights, rounds, quantized=True)
+    seconds = time_interleaved(contenders, repeats=measurement.repeats, barrier=barrier())
     for session in sessions:
         session.check()
         session.close()
     return seconds
 
 
-def results(trees: Trees, options: SuiteOptions) -> Iterator[dict[str, object]]:
+def results(kernels: Contenders, options: SuiteOptions) -> Iterator[dict[str, object]]:
     ep_size = min(torch.cuda.device_count(), 2)
     routing = EP8_EQUIVALENT if ep_size == 2 else UNIFORM
     measurements = list(_measurements(Setting(ep_size=ep_size, routing=routing), options))
-    with ProcessPoolExecutor(len(trees)) as pool:
-        list(pool.map(compile_tree, trees.values(), [measurements] * len(trees)))
-    by_rank = run_ranks(measure, ep_size, trees, measurements, timeout_s=TIME_LIMIT_S)
+    wanted = [(each, measurement) for each in kernels.values() for measurement in measurements]
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(compile_one, *zip(*wanted, strict=True)))
+    by_rank = run_ranks(measure, ep_size, kernels, measurements, timeout_s=TIME_LIMIT_S)
     for measurement, ranks in zip(measurements, zip(*by_rank, strict=True), strict=True):
-        medians = {name: Timing.of([rank[name] for rank in ranks]).us_median for name in trees}
+        medians = {name: Timing.of([rank[name] for rank in ranks]).us_median for name in kernels}
         yield {
             "num_tokens": measurement.num_tokens,
             "transport": str(measurement.problem.transport),
@@ -98,13 +122,13 @@ def results(trees: Trees, options: SuiteOptions) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trees", nargs="+", metavar="NAME=DIR")
+    parser.add_argument("kernels", nargs="+", metavar="NAME=DIR|CONFIG")
     parser.add_argument("--tokens", default="8,1024,8192")
     parser.add_argument("--repeats", type=int, default=40)
     arguments = parser.parse_args()
-    trees = {name: Path(path) for name, path in (each.split("=", 1) for each in arguments.trees)}
+    kernels = dict(map(Kernels.parse, arguments.kernels))
     options = SuiteOptions(tokens=tuple(map(int, arguments.tokens.split(","))), repeats=arguments.repeats)
-    for row in results(trees, options):
+    for row in results(kernels, options):
         print(json.dumps(row), flush=True)
 
 
