@@ -294,9 +294,9 @@ def measure(context: RankContext, options: Options) -> None:
 def rows(rank: Rank) -> Iterator[dict[str, Any]]:
     """COLLECTIVE. All measurements."""
     yield rank.measure_layers()
+    yield rank.measure_prefill()
     for batch in rank.options.size.batches:
         yield rank.measure_decode(batch)
-    yield rank.measure_prefill()
 
 
 def describe(options: Options) -> dict[str, Any]:
