@@ -26,14 +26,14 @@ PLOTS = DOCS / "assets" / "benchmarks"
 def main() -> None:
     rows = [row for file in sorted((HERE / "results").glob("*.json")) for row in read_rows(file)]
     parts = [(HERE / "page.md").read_text(encoding="utf-8")]
-    if models := sorted((HERE / "results" / "end-to-end").glob("*.json")):
-        parts.append((HERE / "end_to_end" / "page.md").read_text(encoding="utf-8"))
-        parts.append(end_to_end(models))
     PLOTS.mkdir(parents=True, exist_ok=True)
     for series, of_series in grouped(rows).items():
         name = file_name(series)
         plot(of_series, PLOTS / name)
         parts += [markdown(of_series), f"![time and TFLOP/s against tokens](assets/benchmarks/{name})\n"]
+    if models := sorted((HERE / "results" / "end-to-end").glob("*.json")):
+        parts.append((HERE / "end_to_end" / "page.md").read_text(encoding="utf-8"))
+        parts.append(end_to_end(models))
     (DOCS / "benchmarks.md").write_text("\n".join(parts), encoding="utf-8")
     write_accuracy()
 
