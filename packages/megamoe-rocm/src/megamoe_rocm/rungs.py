@@ -71,8 +71,12 @@ _ON_EVERY_RUNG = frozenset(
 
 def implemented(rung: Rung) -> frozenset[Capability]:
     """What the kernels are written to do there: graphs need a GPU."""
-    on_gpu = rung in (Rung.GFX950, Rung.NVIDIA)
-    return _ON_EVERY_RUNG | {Capability.GRAPH_CAPTURE} if on_gpu else _ON_EVERY_RUNG
+    return _ON_EVERY_RUNG if is_cpu(rung) else _ON_EVERY_RUNG | {Capability.GRAPH_CAPTURE}
+
+
+def is_cpu(rung: Rung) -> bool:
+    """Whether the kernels are interpreted there, on tensors of the CPU."""
+    return rung in (Rung.INTERPRETER, Rung.ISA)
 
 
 def asked_for() -> Rung | None:

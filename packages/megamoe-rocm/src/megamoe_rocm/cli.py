@@ -1,0 +1,48 @@
+"""`megamoe-rocm`: find out whether everything works on an MI355X, or rehearse that without one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megamoe_rocm.rungs import Rung
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+
+@app.callback()
+def callback() -> None:
+    """Commands of megamoe-rocm."""
+
+
+@app.command("validate")
+def validate_command(
+    output: Annotated[Path, typer.Option(help="folder for validation.json and validation.md")] = Path("validation"),
+    device: Annotated[str, typer.Option(help="gfx950, or to rehearse: nvidia, interpreter, isa")] = Rung.GFX950.value,
+) -> None:
+    """Look at the machine, check code objects, run the conformance matrix and the benchmark; exit 1 if any fails."""
+    if device not in tuple(Rung):
+        raise typer.BadParameter(f"{device} is none of {', '.join(Rung)}", param_hint="--device")
+    # Before anything of Triton is imported; the processes of a step are to see it too.
+    os.environ["MEGAMOE_ROCM_DEVICE"] = device
+    from megamoe_rocm.validate import Step, validate
+
+    def tell(step: Step) -> None:
+        typer.echo(f"{step.outcome:8} {step.name} ({step.seconds} s) {step.why}")
+
+    result = validate(output, on_step=tell)
+    typer.echo(f"{'passed' if result.passed else 'failed'}: see {output / 'validation.md'}")
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

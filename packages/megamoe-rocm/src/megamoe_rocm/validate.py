@@ -1,0 +1,261 @@
+"""`megamoe-rocm validate`: what an owner of a gfx950 runs once to know whether everything works on it.
+
+    machine       the GPU, its runtime and libraries
+    code objects  every kernel of every configuration: compiled or found, and its registers, spills, scratch and LDS
+    matrix        the conformance matrix of a4w4 and a8w4 with virtual ranks, and over processes where there are GPUs
+    bench         suite `seed-gfx950`
+
+One JSON file holds all results, one Markdown file says the same for people; both are written after each step. On a
+stand-in (`--device`) the same steps run smaller: a rehearsal, which the report says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megamoe.bench.results import current_commit
+from megamoe.bench.suites import SuiteOptions
+from megamoe.errors import MegaMoEError
+from megamoe_rocm import __version__, rungs
+from megamoe_rocm.rungs import Rung
+
+PACKAGES = ("torch", "triton", "hip-python", "amd-mori", "megamoe-core", "megamoe-rocm")
+LAYERS = {Rung.GFX950: "smoke or shapes or edge or stress", Rung.NVIDIA: "smoke or shapes or edge or stress"}
+REHEARSED_LAYER = "smoke"
+REHEARSED_CASES = "plain-a4w4-ep2 or plain-a8w4-fp8p2p-ep2"
+MATRIX_TIMEOUT_S = 7200.0
+LDS_BYTES = 160 * 1024  # of a compute unit
+COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
+TAIL = 4000  # characters of a failed run's output
+
+
+class StepFailedError(MegaMoEError):
+    """A step ran and found something wrong; `details` is what it knows."""
+
+    def __init__(self, message: str, details: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+@dataclass(kw_only=True)
+class Step:
+    """What came of one step: "passed", "failed" or "not run", and why."""
+
+    name: str
+    outcome: str
+    seconds: float = 0.0
+    why: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Validation:
+    """The whole result."""
+
+    rung: str
+    version: str
+    commit: str
+    date: str
+    host: str
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every step ran and passed."""
+        return all(step.outcome == "passed" for step in self.steps)
+
+    def write(self, folder: Path) -> None:
+        """Write validation.json and validation.md."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "validation.json").write_text(json.dumps({**asdict(self), "passed": self.passed}, indent=1) + "\n")
+        (folder / "validation.md").write_text(report(self))
+
+
+def validate(folder: Path, *, on_step: Callable[[Step], None]) -> Validation:
+    """Run every step on the rung that is set, whatever became of the earlier ones.
+
+    Args:
+        folder: where the results go.
+        on_step: told of each step when it has ended.
+    """
+    result = Validation(
+        rung=rungs.current().value,
+        version=__version__,
+        commit=current_commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=platform.node(),
+    )
+    steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        ("machine", machine),
+        ("code objects", code_objects),
+        ("matrix, virtual ranks", lambda: matrix("--ranks=virtual")),
+        ("matrix, processes", lambda: matrix("--ranks=processes")),
+        ("bench", bench),
+    ]
+    for name, act in steps:
+        step = _reason_not_to_run(name, result) or _run(name, act)
+        result.steps.append(step)
+        result.write(folder)
+        on_step(step)
+    return result
+
+
+def _reason_not_to_run(name: str, result: Validation) -> Step | None:
+    """What needs something that an earlier step found missing."""
+    if result.steps and result.steps[0].outcome == "failed" and name != "code objects":
+        return Step(name=name, outcome="not run", why="the machine can't run the kernels")
+    if name == "matrix, processes":
+        if rungs.current() is Rung.ISA:
+            return Step(name=name, outcome="not run", why="the instruction interpreter runs all ranks in one process")
+        if not rungs.is_cpu(rungs.current()) and _num_gpus() < 2:
+            return Step(name=name, outcome="not run", why="one GPU: ranks as processes need two")
+    return None
+
+
+def _run(name: str, act: Callable[[], dict[str, Any]]) -> Step:
+    start = time.perf_counter()
+    try:
+        details = act()
+    except StepFailedError as error:
+        step = Step(name=name, outcome="failed", why=str(error), details=error.details)
+    except Exception as error:  # the other steps still say something
+        step = Step(name=name, outcome="failed", why=f"{type(error).__name__}: {error}")
+    else:
+        step = Step(name=name, outcome="passed", details=details)
+    step.seconds = round(time.perf_counter() - start, 1)
+    return step
+
+
+def machine() -> dict[str, Any]:
+    """The GPUs, the libraries, and the backend's own verdict."""
+    from megamoe_rocm.probe import look, probe
+
+    found: dict[str, Any] = {"python": platform.python_version(), "versions": {}, "gpus": []}
+    for package in PACKAGES:
+        try:
+            found["versions"][package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found["versions"][package] = None
+    found["driver"] = asdict(look())
+    if rungs.current() is Rung.GFX950:
+        from megamoe_rocm.runtime.hip_runtime import query
+
+        found["gpus"] = [asdict(query(index)) for index in range(_num_gpus())]
+    verdict = probe(rungs.current())
+    if not verdict.ok:
+        raise StepFailedError(f"{verdict.reason}: {verdict.detail}", found)
+    return {**found, "verdict": verdict.detail}
+
+
+def code_objects() -> dict[str, Any]:
+    """Every kernel for gfx950: its hash and what it takes. The same on every rung: it needs no GPU."""
+    code = "import json, megamoe_rocm.validate as v; print(json.dumps(v.list_code_objects()))"
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=compiled, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StepFailedError("kernels do not compile", {"output": (done.stdout + done.stderr)[-TAIL:]})
+    found = json.loads(done.stdout.splitlines()[-1])
+    bad = [
+        each["kernel"]
+        for each in found
+        if each["vgpr_spills"] or each["scratch_bytes"] or each["lds_bytes"] > LDS_BYTES
+    ]
+    if bad:
+        raise StepFailedError(f"{len(bad)} kernels spill or take too much LDS: {bad}", {"kernels": found})
+    return {"kernels": found}
+
+
+def list_code_objects() -> list[dict[str, Any]]:
+    """Kernel, hash and resources of each code object, in a process in which Triton compiles."""
+    from megamoe_rocm.opening import compile_for_gfx950
+    from megamoe_rocm.standard import standard_launches
+
+    found = []
+    for name, launch in standard_launches():
+        code = compile_for_gfx950(launch)
+        found.append({"kernel": name, "sha256": code.sha256, **asdict(code.resources)})
+    return found
+
+
+def matrix(ranks: str) -> dict[str, Any]:
+    """The conformance matrix, in a process of its own, with the layers that this rung has time for."""
+    rung = rungs.current()
+    device = "cpu" if rungs.is_cpu(rung) else "cuda"
+    selection = ["-m", LAYERS.get(rung, REHEARSED_LAYER)]
+    if rung not in LAYERS:
+        selection += ["-k", REHEARSED_CASES, "--ep-sizes=2"]
+    command = [sys.executable, "-m", "pytest", "-p", "megamoe_rocm.claimed", "-p", "megamoe.testing.plugin", "-q"]
+    command += ["--backend=rocm", f"--device={device}", ranks, *selection]
+    command += ["--tb=short", "-W", "ignore", "-p", "no:cacheprovider", "--pyargs", "megamoe.testing.conformance"]
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if rung is Rung.INTERPRETER else {})
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=MATRIX_TIMEOUT_S, check=False
+    )
+    counts = {kind: int(number) for number, kind in COUNTS.findall(done.stdout.splitlines()[-1] if done.stdout else "")}
+    details = {"command": " ".join(command[1:]), **counts}
+    if done.returncode or not counts.get("passed"):
+        details["output"] = (done.stdout + done.stderr)[-TAIL:]
+        raise StepFailedError(f"pytest ended with status {done.returncode}", details)
+    return details
+
+
+def bench() -> dict[str, Any]:
+    """Times of the seed's suite; on a stand-in that it runs, no more."""
+    from megamoe_rocm.bench import run
+
+    repeats = 1 if rungs.is_cpu(rungs.current()) else SuiteOptions().repeats
+    return {"rows": [asdict(row) for row in run(SuiteOptions(repeats=repeats))]}
+
+
+def report(result: Validation) -> str:
+    """The result as Markdown."""
+    rehearsal = "" if result.rung == Rung.GFX950 else f" A rehearsal on {rungs.WHAT[Rung(result.rung)]}: no gfx950 ran."
+    lines = [
+        f"# megamoe-rocm {result.version} on {result.host}",
+        "",
+        f"Commit {result.commit}, {result.date}, MEGAMOE_ROCM_DEVICE={result.rung}.{rehearsal}",
+        f"**{'Everything passed.' if result.passed else 'Not everything passed.'}**",
+        "",
+        "| step | outcome | seconds | |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {step.name} | {step.outcome} | {step.seconds} | {_summary(step)} |" for step in result.steps]
+    rows = [row for step in result.steps for row in step.details.get("rows", ())]
+    if rows:
+        lines += ["", "| mode | transport | H | I | ranks | tokens a rank | median us | TFLOP/s |", "|---" * 8 + "|"]
+        names = ("mode", "transport", "hidden_size", "intermediate_size", "ep_size", "num_tokens")
+        for row in rows:
+            cells = [str(row[name]) for name in names]
+            lines.append(f"| {' | '.join(cells)} | {row['us_median']:.0f} | {row['tflops']:.1f} |")
+    for step in result.steps:
+        if "output" in step.details:
+            lines += ["", f"## {step.name}", "", "```", step.details["output"], "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(step: Step) -> str:
+    if step.why:
+        return step.why.replace("\n", " ").replace("|", "/")[:300]
+    if "kernels" in step.details:
+        return f"{len(step.details['kernels'])} code objects"
+    if "passed" in step.details:
+        return f"{step.details['passed']} tests"
+    return str(step.details.get("verdict", ""))
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
