@@ -119,12 +119,34 @@ def conformance_cuda(session: nox.Session) -> None:
 def conformance_rocm(session: nox.Session) -> None:
     """The conformance matrix on the ROCm kernels; needs a gfx950 GPU and a ROCm build of torch in the base Python."""
     arguments = require_hardware(session, "rocm")
-    # ROCm builds of torch come from an index of their own: the one that is there is kept, and what suits it installed.
+    install_rocm(session)
+    session.env["MEGAMOE_ROCM_DEVICE"] = "gfx950"  # all that is written is run, whatever is claimed
+    step(session, "conformance.sh", "rocm", *arguments)
+
+
+def install_rocm(session: nox.Session) -> None:
+    """Install core and the ROCm backend beside the ROCm build of torch that is there, from an index of its own."""
     check = "import sys, torch; sys.exit(None if torch.version.hip else 'torch is there, but not a ROCm build of it')"
     session.run("python", "-c", check)
     packages = ["-e", f"{CORE}[test]", "-e", f"{ROCM}[mori]"]
     session.install(*packages, env={"PIP_CONSTRAINT": ""})
-    step(session, "conformance.sh", "rocm", *arguments)
+
+
+@nox.session(name="validate-mi355x", default=False, venv_params=["--system-site-packages"])
+def validate_mi355x(session: nox.Session) -> None:
+    """Everything that an MI355X has to show, into one JSON file and one report; needs what conformance-rocm needs."""
+    arguments = require_hardware(session, "rocm")
+    install_rocm(session)
+    session.run("megamoe-rocm", "validate", *arguments)
+
+
+@nox.session(name="rehearse-rocm", default=False)
+def rehearse_rocm(session: nox.Session) -> None:
+    """The conformance matrix on the ROCm kernels without their GPU: `-- interpreter|isa|nvidia [pytest arguments]`."""
+    device, *arguments = session.posargs or ["interpreter", "-m", "smoke"]
+    install_packages(session, f"{CORE}[test]", ROCM)
+    session.install("--no-deps", TRITON)
+    step(session, "rehearse-rocm.sh", device, *arguments)
 
 
 def test_engine(session: nox.Session, engine: str) -> None:

@@ -9,4 +9,5 @@ export HF_HUB_OFFLINE=1                         # no test may reach for a model 
 python -m pytest -m "not slow and not gpu and not multigpu" "$@"
 if [ $# -eq 0 ]; then # `nox -s conformance-reference` runs the other layers
     bash ci/conformance.sh reference -m smoke
+    bash ci/rehearse-rocm.sh interpreter -m smoke -k "plain-a4w4-ep2 or plain-a8w4-fp8p2p-ep2"
 fi
