@@ -94,6 +94,42 @@ MUTATIONS = (
         new="ptx::pack_bf16x2(pair[0], pair[1])",
     ),
     Mutation(
+        name="swapped operands: gate and up swapped",
+        file="roles/swapped_epilogues.cuh",
+        old="activate(pair[0], pair[2])",
+        new="activate(pair[2], pair[0])",
+    ),
+    Mutation(
+        name="swapped operands: A2 scale of 64 channels",
+        file="roles/swapped_epilogues.cuh",
+        old="max_over_lanes<StagedRows<kChannels>::kReaders>(amax_bits)",
+        new="max_over_lanes<StagedRows<kChannels>::kReaders / 2>(amax_bits)",
+    ),
+    Mutation(
+        name="swapped operands: the other warpgroup's weight scale",
+        file="pipeline/swapped_loop.cuh",
+        old="weight_scale_rows{cfg::kSplitM && is_gemm2 ? thread.warpgroup : 0,",
+        new="weight_scale_rows{cfg::kSplitM && is_gemm2 ? thread.warpgroup ^ 1 : 0,",
+    ),
+    Mutation(
+        name="swapped operands: a row's scale used for its neighbour",
+        file="pipeline/swapped_loop.cuh",
+        old="{__fmul_rn(row[0], gate), __fmul_rn(row[1], gate),",
+        new="{__fmul_rn(row[0], gate), __fmul_rn(row[0], gate),",
+    ),
+    Mutation(
+        name="swapped operands: router weight dropped",
+        file="roles/swapped_epilogues.cuh",
+        old="values[i] = __fmul_rn(values[i], meta.weight);",
+        new=";",
+    ),
+    Mutation(
+        name="the last copy of activations left out",
+        file="roles/load.cuh",
+        old="ceil_div(tile.num_rows, cfg::kBoxRows) * cfg::kBoxRows;",
+        new="max(tile.num_rows / cfg::kBoxRows, 1u) * cfg::kBoxRows;",
+    ),
+    Mutation(
         name="transport scale rounded down",
         file="numerics/e8m0.cuh",
         old="((amax_bits & 0x7fffffu) > 0x600000u ? 1 : 0)",
