@@ -1,5 +1,6 @@
 """Environment variables: defaults, values, and values that make no sense."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_defaults() -> None:
     assert env.timeout_s() == 300
     assert not env.debug()
     assert env.cache_dir() == Path.home() / ".cache" / "megamoe"
+    assert env.rocm_device() is None
     assert (env.sglang_unsupported(), env.sglang_transport(), env.sglang_max_tokens()) == ("error", "bf16", None)
 
 
@@ -29,6 +31,10 @@ def test_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "0.5")
     monkeypatch.setenv("MEGAMOE_DEBUG", "1")
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "isa")
+    assert env.rocm_device() == "isa"
+    env.set_rocm_device("nvidia")
+    assert (env.rocm_device(), os.environ["MEGAMOE_ROCM_DEVICE"]) == ("nvidia", "nvidia")
     assert env.backend() == "cuda"
     assert env.timeout_s() == 0.5
     assert env.debug()

@@ -54,6 +54,11 @@ def rocm_device() -> str | None:
     return os.environ.get("MEGAMOE_ROCM_DEVICE") or None
 
 
+def set_rocm_device(name: str) -> None:
+    """Set `MEGAMOE_ROCM_DEVICE` for this process and those that it starts."""
+    os.environ["MEGAMOE_ROCM_DEVICE"] = name
+
+
 def cache_dir() -> Path:
     """Directory of compiled kernels; it need not exist yet."""
     text = os.environ.get("MEGAMOE_CACHE_DIR")

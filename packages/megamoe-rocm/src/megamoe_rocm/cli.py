@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megamoe import env
 from megamoe_rocm.rungs import Rung
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -27,7 +27,7 @@ def validate_command(
     if device not in tuple(Rung):
         raise typer.BadParameter(f"{device} is none of {', '.join(Rung)}", param_hint="--device")
     # Before anything of Triton is imported; the processes of a step are to see it too.
-    os.environ["MEGAMOE_ROCM_DEVICE"] = device
+    env.set_rocm_device(device)
     from megamoe_rocm.validate import Step, validate
 
     def tell(step: Step) -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 from safetensors.torch import save_file
 
+from megamoe import env
 from megamoe.bench.routing import ROUTING_NAMES, routing
 from megamoe.checkpoint import LayerCheckpoint, StoredLayer, TensorFiles, conversion, find_layer
 from megamoe.checkpoint.convert import STORED_AS
@@ -45,6 +46,9 @@ def run(
     ep: Annotated[int, typer.Option(help="Ranks that share the experts, a process each.", min=1)] = 1,
     mode: Annotated[str | None, typer.Option(help="bf16, a8w8, a8w4 or a4w4; default: as stored.")] = None,
     backend: Annotated[str, typer.Option(help="auto, reference, cuda, rocm, or another installed one.")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Where rocm runs: gfx950, or to rehearse nvidia, interpreter, isa.")
+    ] = None,
     transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32.")] = Transport.BF16.value,
     act_format: Annotated[str | None, typer.Option(help="Of a8w4: mxfp8 or fp8_1x128.")] = None,
     tokens: Annotated[
@@ -92,6 +96,8 @@ def run(
     )
     if source is not None:
         _check_input(source, problem)
+    if device is not None:
+        env.set_rocm_device(device)
     chosen = select_backend(backend, problem)
     plan = chosen.plan(problem, config=config)
     check_devices(plan, virtual_ranks)
