@@ -39,10 +39,11 @@ class RocmBackend(Backend):
         """See `Backend.supports`."""
         if not self.capabilities():
             rung = rungs.current()
+            what_to_do = "MEGAMOE_ROCM_DEVICE=gfx950 runs it all the same, and " if rung is Rung.GFX950 else ""
             return Verdict.no(
                 Reason.QUANT,
                 f"megamoe-rocm {__version__} has not been seen right on {rungs.WHAT[rung]} yet: "
-                "MEGAMOE_ROCM_DEVICE=gfx950 runs it all the same, `megamoe-rocm validate` finds out",
+                f"{what_to_do}`megamoe-rocm validate --device {rung}` finds out",
             )
         return super().supports(problem)
 
