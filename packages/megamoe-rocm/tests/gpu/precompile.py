@@ -8,38 +8,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-import claim  # noqa: F401  # plans are made for what is claimed
-import torch
-
-from megamoe.backend import Plan
 from megamoe.problem import MoEProblem
-from megamoe.symm import PeerMemory
 from megamoe.testing.cases import cases, stress_case
+from megamoe_rocm import claimed  # noqa: F401  # plans are made for what is claimed
 from megamoe_rocm.backend import RocmBackend
 from megamoe_rocm.kernels.launch import SM90, Launch
-from megamoe_rocm.runtime.launcher import Launcher, kernel_key
 from megamoe_rocm.runtime.nvidia import load_or_compile
-from megamoe_rocm.session import RocmSession
+from megamoe_rocm.standard import Collector, collect
 
 STRESS_SEEDS = 48  # the matrix's default
-
-
-class Collector(Launcher):
-    """Remembers the launches whose kernels are loaded, one a kernel. Its tensors have no memory."""
-
-    def __init__(self) -> None:
-        self.device, self.target = torch.device("meta"), SM90
-        self.found: dict[Hashable, Launch] = {}
-
-    def load(self, launches: Iterable[Launch]) -> None:
-        for launch in launches:
-            self.found.setdefault(kernel_key(launch), launch)
-
-    def launch(self, launch: Launch, *, rank: int) -> None:
-        raise AssertionError("nothing is run")
 
 
 def problems() -> Iterator[MoEProblem]:
@@ -55,24 +35,10 @@ def problems() -> Iterator[MoEProblem]:
 
 def kernels(problem: MoEProblem) -> dict[Hashable, Launch]:
     """Every kernel of the problem's sessions: in each configuration, with and without taps."""
-    collector = Collector()
+    collector = Collector(SM90)
     for config in RocmBackend().configs(problem):
-        collect(RocmBackend().plan(problem, config=config), collector)
+        collect(problem, collector, config=config, taps=True)
     return collector.found
-
-
-def collect(plan: Plan, collector: Collector) -> None:
-    """Have a session load what it can need."""
-
-    def allocate(num_bytes: int) -> PeerMemory:
-        ranks = [torch.empty(num_bytes, dtype=torch.uint8, device="meta") for _ in range(plan.problem.ep_size)]
-        return PeerMemory(ranks=tuple(ranks), release=lambda: None)
-
-    session = RocmSession(plan, group=None, virtual=True, launcher=collector, timeout_s=1.0, allocate=allocate)
-    session.start()
-    session.warmup()
-    session.keep_taps()
-    session.warmup()
 
 
 def compile_one(problem: MoEProblem, key: Hashable) -> str | None:
