@@ -24,7 +24,8 @@ class TileConfig:
 
     Attributes:
         name: names it in plans, and for pinning.
-        block_m: rows of a pool block and of a GEMM1 tile.
+        block_m: rows of a pool block.
+        gemm1_block_m: rows of a GEMM1 tile; divides `block_m`.
         gemm1_block_n: columns of a GEMM1 tile, of the 2I gate and up columns.
         gemm2_block_m: rows of a GEMM2 tile; divides `block_m`.
         gemm2_block_n: columns of a GEMM2 tile.
@@ -43,6 +44,7 @@ class TileConfig:
 
     name: str
     block_m: int
+    gemm1_block_m: int
     gemm1_block_n: int
     gemm2_block_m: int
     gemm2_block_n: int
@@ -56,17 +58,17 @@ class TileConfig:
     provenance: str
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "gemm2_block_m"):
+        for name in ("block_m", "gemm1_block_m", "gemm2_block_m"):
             self._require(name, getattr(self, name) >= 32, "at least 32, the rows of a scale operand")
-        for name in ("block_m", "gemm2_block_m", "gemm1_block_n", "gemm2_block_n", "num_warps", "pull_rows"):
+        for name in ("block_m", "gemm1_block_m", "gemm2_block_m", "gemm1_block_n", "gemm2_block_n", "num_warps", "pull_rows"):
             value = getattr(self, name)
             self._require(name, value > 0 and value & (value - 1) == 0, "a power of two")
         widest = {"gemm1_block_n": 2 * SCALE_BLOCK_COLUMNS, "gemm2_block_n": SCALE_BLOCK_COLUMNS}
         for name, most in widest.items():  # divides 2I or H, which are such multiples: no tile is partial
             fits = GATE_UP_COLUMNS <= getattr(self, name) <= most
             self._require(name, fits, f"{GATE_UP_COLUMNS} to {most}")
-        self._require("gemm2_block_m", self.gemm2_block_m <= self.block_m, f"at most block_m = {self.block_m}")
-        self._require("pull_rows", self.pull_rows <= self.block_m, f"at most block_m = {self.block_m}")
+        for name in ("gemm1_block_m", "gemm2_block_m", "pull_rows"):
+            self._require(name, getattr(self, name) <= self.block_m, f"at most block_m = {self.block_m}")
         for name in ("lead_blocks", "units_per_ticket", "programs_per_cu"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("weight_cache", "a2_cache"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from isa_harness import LANE, lone_group, lone_wave, run, set_u32, touches_pending
 
-from megamoe_rocm.isa import Buffer, LdsRaceFault, Machine, MemoryFault, UndefinedFault
+from megamoe_rocm.isa import Buffer, LdsRaceFault, Machine, MemoryFault, PendingRegisterFault, UndefinedFault
 from megamoe_rocm.isa.wave import M0, Wave
 
 DONE = "s_waitcnt vmcnt(0)"
@@ -198,6 +198,28 @@ def test_address_registers_may_be_overwritten_at_once_but_not_results() -> None:
     np.testing.assert_array_equal(wave.v[2], words(64))
     run(wave, "global_load_dword v2, v1, s[4:5]")
     assert touches_pending(wave, "v_mov_b32_e32 v2, 0")
+
+
+@pytest.mark.parametrize("machine", [Machine, Late])
+def test_of_two_loads_into_a_register_the_later_wins_without_a_wait(machine: type[Machine]) -> None:
+    wave = lone_wave(machine=machine())
+    set_address(wave, 2, wave.group.machine.buffer(words(128)))
+    first, second = "global_load_dword v8, v[2:3], off", "global_load_dword v8, v[2:3], off offset:256"
+    run(wave, first)
+    assert not touches_pending(wave, second)
+    assert touches_pending(wave, "global_load_short_d16 v8, v[2:3], off")  # keeps half of the register
+    run(wave, second, "s_waitcnt vmcnt(1)")
+    assert touches_pending(wave, "v_mov_b32_e32 v0, v8")
+    run(wave, DONE)
+    np.testing.assert_array_equal(wave.v[8], words(128)[64:])
+
+
+def test_a_load_into_a_register_to_which_lds_data_are_under_way_faults() -> None:
+    wave = lone_wave()
+    set_address(wave, 2, wave.group.machine.buffer(words(64)))
+    run(wave, "ds_read_b32 v8, v1")
+    with pytest.raises(PendingRegisterFault, match="LDS"):
+        run(wave, "global_load_dword v8, v[2:3], off")
 
 
 def test_a_late_load_sees_a_store_that_came_in_between() -> None:

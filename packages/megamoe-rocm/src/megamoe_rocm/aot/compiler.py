@@ -25,6 +25,7 @@ class CompileOptions:
         num_stages: software pipeline depth of plain Triton loops.
         matrix_instr_nonkdim: M and N of the MFMA that `tl.dot_scaled` becomes: 16, 32, or 0 for the compiler's choice.
         waves_per_eu: occupancy hint for the register allocator; 0 for none.
+        llvm_attributes: function attributes for LLVM, `name=value` separated by commas; "" for none.
         fp_fusion: whether multiplications and additions may contract. Off: every backend rounds in the same places.
     """
 
@@ -32,12 +33,14 @@ class CompileOptions:
     num_stages: int = 2
     matrix_instr_nonkdim: int = 16
     waves_per_eu: int = 0
+    llvm_attributes: str = ""
     fp_fusion: bool = False
 
     def triton(self) -> dict[str, Any]:
         """The same in Triton's spelling."""
         values = asdict(self)
         values["enable_fp_fusion"] = values.pop("fp_fusion")
+        values["llvm_fn_attrs"] = values.pop("llvm_attributes")
         return values
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megamoe_rocm.isa.address_space import Lanes
+from megamoe_rocm.isa.errors import PendingRegisterFault
 from megamoe_rocm.isa.wave import Wave
 
 
@@ -84,6 +85,21 @@ def perform(wave: Wave, access: Access) -> None:
     outstanding.remove(access)
     group.stores_outstanding -= access.stores
     effect()
+
+
+def overwrite(wave: Wave, registers: int) -> None:
+    """What a vector memory load does about loads into its registers that are under way.
+
+    Vector memory loads return in order, so the later one wins without a wait; compilers count on it (LLVM,
+    SIInsertWaitcnts: write after write). The registers stay pending until the later one is waited for.
+
+    Raises:
+        PendingRegisterFault: LDS or scalar data are under way to them, which may come later.
+    """
+    if any(access.registers & registers for access in wave.lgkm):
+        raise PendingRegisterFault("loads into a register to which LDS or scalar data are under way")
+    for access in [item for item in wave.vm if item.registers & registers]:
+        perform(wave, access)
 
 
 def complete(wave: Wave, access: Access) -> None:

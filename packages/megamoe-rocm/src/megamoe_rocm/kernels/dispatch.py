@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe_rocm.kernels.axes import columns_of_copy, rows_of_copy
 from megamoe_rocm.kernels.flags import peer_address
 from megamoe_rocm.kernels.layouts import scale_offset
 
@@ -20,6 +21,20 @@ def parameter(parameters, name: tl.constexpr):
 def array(parameters, name: tl.constexpr, dtype: tl.constexpr):
     """A parameter that is the address of an array; arrays of a workspace are aligned."""
     return tl.multiple_of(parameter(parameters, name).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def source_at(step, rank, ep_size):
+    """The rank whose rows are at place `step` among an expert's, this rank's own first."""
+    return tl.where(rank + step < ep_size, rank + step, rank + step - ep_size)
+
+
+@triton.jit
+def rows_from(step, route_counts, first_entries, rank, ep_size, num_local_experts, expert):
+    """How many rows of `expert` come from the source at each place `step`, 0 past the last, and its first entry."""
+    of_expert = source_at(step, rank, ep_size) * num_local_experts + expert
+    num = tl.load(route_counts + of_expert, mask=step < ep_size, other=0)
+    return num, tl.load(first_entries + of_expert, mask=step < ep_size, other=0)
 
 
 @triton.jit
@@ -70,18 +85,17 @@ def pull_rows(
     expert = tl.load(block_table + block * 4)
     expert_row = tl.load(block_table + block * 4 + 1) + first_row
     num_rows = tl.minimum(tl.load(block_table + block * 4 + 2) - first_row, ROWS)
-    row = tl.arange(0, ROWS)
-    # Sources in the order of this expert's rows; `end` is the number of rows up to and with each.
-    step = tl.arange(0, RANKS)
-    source = (rank + step) % ep_size
-    of_expert = source * num_local_experts + expert
-    num = tl.load(route_counts + of_expert, mask=step < ep_size, other=0)
-    end = tl.cumsum(num, axis=0)
-    first_entry = tl.load(first_entries + of_expert, mask=step < ep_size, other=0)
+    row = rows_of_copy(ROWS)
+    # Sources in the order of this expert's rows; `start` is the number of rows before each one's.
+    step, earlier = columns_of_copy(RANKS), rows_of_copy(RANKS)
+    num, first_entry = rows_from(step, route_counts, first_entries, rank, ep_size, num_local_experts, expert)
+    before, _ = rows_from(earlier, route_counts, first_entries, rank, ep_size, num_local_experts, expert)
+    is_before = tl.expand_dims(earlier, 1) < tl.expand_dims(step, 0)
+    start = tl.sum(tl.where(is_before, tl.expand_dims(before, 1), 0), axis=0)
     of_block = tl.expand_dims(expert_row + row, 1)
-    is_from = (of_block < tl.expand_dims(end, 0)) & (of_block >= tl.expand_dims(end - num, 0))
-    src = tl.sum(tl.where(is_from, tl.expand_dims(source, 0), 0), axis=1)
-    entry = tl.sum(tl.where(is_from, of_block + tl.expand_dims(first_entry - (end - num), 0), 0), axis=1)
+    is_from = (of_block < tl.expand_dims(start + num, 0)) & (of_block >= tl.expand_dims(start, 0))
+    src = tl.sum(tl.where(is_from, tl.expand_dims(source_at(step, rank, ep_size), 0), 0), axis=1)
+    entry = tl.sum(tl.where(is_from, of_block + tl.expand_dims(first_entry - start, 0), 0), axis=1)
 
     is_row = row < num_rows
     record = tl.load(route_entries + src.to(tl.int64) * capacity * top_k + entry, mask=is_row, other=0)
@@ -100,7 +114,7 @@ def pull_rows(
     target_row = pool_payload + pool_row * payload_stride
     row_words = hidden_size // 8 if FP4 else hidden_size // 4
     for first in range(0, row_words, WORDS):
-        word = first + tl.arange(0, WORDS)
+        word = first + columns_of_copy(WORDS)
         inside = tl.expand_dims(is_row, 1) & tl.expand_dims(word < row_words, 0)
         source_words = tl.expand_dims(source_row.to(tl.pointer_type(tl.int32)), 1) + tl.expand_dims(word, 0)
         target_words = tl.expand_dims(target_row.to(tl.pointer_type(tl.int32)), 1) + tl.expand_dims(word, 0)
@@ -109,7 +123,7 @@ def pull_rows(
     source_row = peer_address(peers, src, input_scales_offset) + token * scales_stride
     slot_scales = pool_scales + tl.cast(slot, tl.int64) * BLOCK_M * scales_stride
     for first in range(0, hidden_size // 32, SCALES):
-        at = tl.expand_dims(first + tl.arange(0, SCALES), 0)
+        at = tl.expand_dims(first + columns_of_copy(SCALES), 0)
         inside = tl.expand_dims(is_row, 1) & (at < hidden_size // 32)
         source_bytes = tl.expand_dims(source_row.to(tl.pointer_type(tl.uint8)), 1) + at
         target = slot_scales + scale_offset(tl.expand_dims(first_row + row, 1), at, hidden_size)

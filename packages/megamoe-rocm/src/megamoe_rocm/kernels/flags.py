@@ -19,6 +19,8 @@ import time
 import triton
 import triton.language as tl
 
+from megamoe_rocm.kernels.axes import lanes
+
 # Words of the `status` array: why a wait has given up, then rank, peer, phase, epoch, index, and the values that were
 # found and waited for.
 STATUS_WORDS = tl.constexpr(8)
@@ -124,7 +126,7 @@ def wait_for_ranks(
 
     Gives up at once where a rank has given this call up: `abort` `[ep_size]` has its epoch.
     """
-    peer = tl.arange(0, RANKS)
+    peer = lanes(RANKS)
     is_rank = peer < ep_size
     values = acquire_ranks(flags, ep_size, RANKS)
     has_aborted = is_rank & (acquire_ranks(abort, ep_size, RANKS) == epoch)
@@ -154,14 +156,14 @@ def read_by_one(word):
 @triton.jit
 def acquire_ranks(flags, ep_size, RANKS: tl.constexpr):
     """Values of the epoch flags of all ranks, acquired at system scope; what their ranks stored before is seen."""
-    peer = tl.arange(0, RANKS)
-    return tl.atomic_add(flags + peer, tl.zeros([RANKS], tl.int32), mask=peer < ep_size, sem="acquire", scope="sys")
+    peer = lanes(RANKS)
+    return tl.atomic_add(flags + peer, peer * 0, mask=peer < ep_size, sem="acquire", scope="sys")
 
 
 @triton.jit
 def count_late(values, epoch, ep_size, RANKS: tl.constexpr):
     """How many of the ranks' epoch flags have not reached this call's epoch, int32."""
-    is_rank = tl.arange(0, RANKS) < ep_size
+    is_rank = lanes(RANKS) < ep_size
     return tl.sum((is_rank & (reached(values, epoch) == 0)).to(tl.int32), axis=0)
 
 
@@ -177,7 +179,7 @@ def arrive(counter, amount, WAVES: tl.constexpr, SCOPE: tl.constexpr, LANES: tl.
     """
     if LANES == 32:
         tl.debug_barrier()
-    lane = tl.arange(0, WAVES * LANES)
+    lane = lanes(WAVES * LANES)
     first_of_wave = lane % LANES == 0
     before = tl.atomic_add(counter + lane * 0, lane * 0 + amount, mask=first_of_wave, sem="acq_rel", scope=SCOPE)
     return tl.max(tl.where(first_of_wave, before, 0), axis=0)
@@ -192,8 +194,8 @@ def peer_address(peers, rank, offset):
 @triton.jit
 def publish(peers, rank, ep_size, offset, epoch, RANKS: tl.constexpr):
     """Set word `rank` of the epoch flags at `offset` on every rank. Release at system scope."""
-    peer = tl.arange(0, RANKS)
+    peer = lanes(RANKS)
     is_rank = peer < ep_size
     word = tl.load(peers + peer, mask=is_rank, other=0) + offset + rank * 4
-    value = tl.zeros([RANKS], tl.int32) + epoch
+    value = peer * 0 + epoch
     tl.atomic_xchg(word.to(tl.pointer_type(tl.int32)), value, mask=is_rank, sem="release", scope="sys")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe_rocm.kernels.axes import columns_like, rows_like
 from megamoe_rocm.kernels.dispatch import array, parameter, pull_rows
 from megamoe_rocm.kernels.flags import acquire_ranks, arrive, call_epoch, count_late, wait_for
 from megamoe_rocm.kernels.layouts import scale_offset
@@ -47,6 +48,7 @@ def store_a2(
     a2_payload,
     a2_scales,
     y,
+    first_row,
     first_channel,
     intermediate_size,
     payload_stride,
@@ -62,12 +64,11 @@ def store_a2(
     """
     words, scales = quantize_blocks(y, BLOCK_M, CHANNELS, FP4)
     PER_WORD: tl.constexpr = 8 if FP4 else 4
-    row = tl.expand_dims(tl.arange(0, BLOCK_M), 1)
-    word = tl.expand_dims(first_channel // PER_WORD + tl.arange(0, CHANNELS // PER_WORD), 0)
-    target = (a2_payload + row * payload_stride).to(tl.pointer_type(tl.int32)) + word
+    word = first_channel // PER_WORD + columns_like(words, CHANNELS // PER_WORD)
+    target = (a2_payload + (first_row + rows_like(words, BLOCK_M)) * payload_stride).to(tl.pointer_type(tl.int32)) + word
     tl.store(target, words, cache_modifier=STORE_CACHE)
-    block = tl.expand_dims(first_channel // 32 + tl.arange(0, CHANNELS // 32), 0)
-    target = a2_scales + scale_offset(row, block, intermediate_size)
+    block = first_channel // 32 + columns_like(scales, CHANNELS // 32)
+    target = a2_scales + scale_offset(first_row + rows_like(scales, BLOCK_M), block, intermediate_size)
     tl.store(target, scales, cache_modifier=STORE_CACHE)
 
 
@@ -103,6 +104,7 @@ def dispatch_gemm1(
     HAS_BIAS: tl.constexpr,
     TAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TILE_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PULL_ROWS: tl.constexpr,
@@ -115,6 +117,7 @@ def dispatch_gemm1(
     CLOCK: tl.constexpr,
     WEIGHT_CACHE: tl.constexpr,
     STORE_CACHE: tl.constexpr,
+    MAIN_LOOP: tl.constexpr,
 ):
     """Blocks `first_block .. first_block + ring_blocks - 1` of this rank's plan, those that there are.
 
@@ -138,7 +141,8 @@ def dispatch_gemm1(
     blocks = tl.minimum(tl.maximum(tl.load(num_blocks) - first_block, 0), ring_blocks)
     blocks = tl.where(num_late == 0, blocks, 0)  # some are late only where planning has given up
     num_columns = 2 * intermediate_size
-    num_tiles = num_columns // BLOCK_N
+    PARTS: tl.constexpr = BLOCK_M // TILE_M
+    num_tiles = num_columns // BLOCK_N * PARTS
     CHUNKS: tl.constexpr = BLOCK_M // PULL_ROWS
     num_units = blocks * (CHUNKS + num_tiles)
     first_unit = tl.program_id(0) * 0
@@ -165,45 +169,49 @@ def dispatch_gemm1(
                         PULL_SCALES,
                     )
                     arrive(arrived + slot, pulled, WAVES, "gpu", LANES)
-            else:
+            elif index % PARTS * TILE_M < num_rows:
                 wait_for(
                     arrived + slot, num_rows * WAVES, patience, status, rank, GEMM1, call, block, CLOCK, WAVES, LANES
                 )
                 expert = tl.load(block_table + block * 4).to(tl.int64)
-                first_row = tl.cast(slot, tl.int64) * BLOCK_M
-                row_stride = tl.multiple_of(parameter(stage1_parameters, 11), 16)
-                a2_stride = tl.multiple_of(parameter(stage1_parameters, 21), 16)
+                slot_row = tl.cast(slot, tl.int64) * BLOCK_M
+                first_row = index % PARTS * TILE_M  # tiles of the same weights follow each other
+                first_column = index // PARTS * BLOCK_N
+                row_stride = tl.multiple_of(parameter(stage1_parameters, 11).to(tl.int32), 16)
                 acc = multiply(
-                    array(stage1_parameters, 3, tl.uint8) + first_row * row_stride,
-                    array(stage1_parameters, 4, tl.uint8) + first_row * parameter(stage1_parameters, 12),
-                    0,
+                    array(stage1_parameters, 3, tl.uint8) + slot_row * row_stride,
+                    array(stage1_parameters, 4, tl.uint8) + slot_row * parameter(stage1_parameters, 12),
+                    first_row,
                     row_stride,
                     w13 + expert * num_columns * (hidden_size // 2),
                     w13_scale + expert * num_columns * (hidden_size // 32),
-                    index * BLOCK_N,
+                    first_column,
                     hidden_size,
                     FP4,
-                    BLOCK_M,
+                    TILE_M,
                     BLOCK_N,
                     BLOCK_K,
                     WEIGHT_CACHE,
+                    WAVES,
+                    MAIN_LOOP,
                 )
-                column = index * BLOCK_N + tl.arange(0, BLOCK_N)
                 if HAS_BIAS:
-                    acc += tl.expand_dims(tl.load(w13_bias + expert * num_columns + column), 0)
+                    acc += tl.load(w13_bias + expert * num_columns + first_column + columns_like(acc, BLOCK_N))
                 if TAP:
-                    row = tl.expand_dims(first_row + tl.arange(0, BLOCK_M), 1)
-                    target = gate_up_tap + row * num_columns + tl.expand_dims(column, 0)
-                    tl.store(target, acc, mask=row < first_row + num_rows)
+                    row = slot_row + first_row + rows_like(acc, TILE_M)
+                    target = gate_up_tap + row * num_columns + first_column + columns_like(acc, BLOCK_N)
+                    tl.store(target, acc, mask=row < slot_row + num_rows)
+                a2_stride = tl.multiple_of(parameter(stage1_parameters, 21).to(tl.int32), 16)
                 store_a2(
-                    array(stage1_parameters, 19, tl.uint8) + first_row * a2_stride,
-                    array(stage1_parameters, 20, tl.uint8) + first_row * parameter(stage1_parameters, 22),
-                    swiglu(acc, limit, BLOCK_M, BLOCK_N // 2, OAI),
-                    index * (BLOCK_N // 2),
+                    array(stage1_parameters, 19, tl.uint8) + slot_row * a2_stride,
+                    array(stage1_parameters, 20, tl.uint8) + slot_row * parameter(stage1_parameters, 22),
+                    swiglu(acc, limit, TILE_M, BLOCK_N // 2, OAI),
+                    first_row,
+                    first_column // 2,
                     intermediate_size,
                     a2_stride,
                     FP4,
-                    BLOCK_M,
+                    TILE_M,
                     BLOCK_N // 2,
                     STORE_CACHE,
                 )

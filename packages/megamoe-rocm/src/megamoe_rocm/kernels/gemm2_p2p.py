@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe_rocm.kernels.axes import columns_like, rows_like
 from megamoe_rocm.kernels.flags import arrive, call_epoch, publish
 from megamoe_rocm.kernels.main_loop import multiply
 from megamoe_rocm.kernels.numerics import bf16_bits, join_columns, quantize_blocks
@@ -15,31 +16,37 @@ from megamoe_rocm.kernels.units import take_ticket
 @triton.jit
 def send_rows(
     rows,
-    home_row,
+    home_rows,
+    num_rows,
     first_column,
     hidden_size,
     FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store FP32 `[BLOCK_M, BLOCK_N]` into rows of `combine` at addresses `home_row`, 0 for padding; write-through.
+    """Store FP32 `[BLOCK_M, BLOCK_N]` into rows of `combine` at the addresses in `home_rows`; write-through.
 
-    bf16: 2 H bytes a row. FP8: H bytes of e4m3, then H / 32 scale bytes; H + H / 32 bytes move.
+    bf16: 2 H bytes a row. FP8: H bytes of e4m3, then H / 32 scale bytes; H + H / 32 bytes move. Rows from `num_rows` on
+    are padding and go nowhere.
     """
-    home_row = tl.expand_dims(home_row, 1)
-    is_row = home_row != 0
     if FP8:
         words, scales = quantize_blocks(rows, BLOCK_M, BLOCK_N, False)
-        word = tl.expand_dims(first_column // 4 + tl.arange(0, BLOCK_N // 4), 0)
+        row = rows_like(words, BLOCK_M)
+        home_row = tl.load(home_rows + row, mask=row < num_rows, other=0)
+        word = first_column // 4 + columns_like(words, BLOCK_N // 4)
         target = home_row.to(tl.pointer_type(tl.int32)) + word
-        tl.store(target, words, mask=is_row, cache_modifier=".wt")
-        block = tl.expand_dims(first_column // 32 + tl.arange(0, BLOCK_N // 32), 0)
+        tl.store(target, words, mask=row < num_rows, cache_modifier=".wt")
+        row = rows_like(scales, BLOCK_M)
+        home_row = tl.load(home_rows + row, mask=row < num_rows, other=0)
+        block = first_column // 32 + columns_like(scales, BLOCK_N // 32)
         target = home_row.to(tl.pointer_type(tl.uint8)) + hidden_size + block
-        tl.store(target, scales, mask=is_row, cache_modifier=".wt")
+        tl.store(target, scales, mask=row < num_rows, cache_modifier=".wt")
     else:
         words = join_columns(bf16_bits(rows).to(tl.int32), BLOCK_M, BLOCK_N, 16)
-        word = tl.expand_dims(first_column // 2 + tl.arange(0, BLOCK_N // 2), 0)
-        tl.store(home_row.to(tl.pointer_type(tl.int32)) + word, words, mask=is_row, cache_modifier=".wt")
+        row = rows_like(words, BLOCK_M)
+        home_row = tl.load(home_rows + row, mask=row < num_rows, other=0)
+        word = first_column // 2 + columns_like(words, BLOCK_N // 2)
+        tl.store(home_row.to(tl.pointer_type(tl.int32)) + word, words, mask=row < num_rows, cache_modifier=".wt")
 
 
 @triton.jit
@@ -82,6 +89,7 @@ def gemm2_p2p(
     WAVES: tl.constexpr,
     LANES: tl.constexpr,
     WEIGHT_CACHE: tl.constexpr,
+    MAIN_LOOP: tl.constexpr,
 ):
     """Blocks `first_block .. first_block + ring_blocks - 1`, those that there are; stage 1 of them has ended.
 
@@ -107,8 +115,8 @@ def gemm2_p2p(
         first_unit = take_ticket(counters + ticket) * UNITS_PER_TICKET
         for unit in tl.range(first_unit, tl.minimum(first_unit + UNITS_PER_TICKET, num_units), disable_licm=True):
             slot = unit // (PARTS * num_tiles)
-            first_row = unit // num_tiles % PARTS * TILE_M
-            first_column = unit % num_tiles * BLOCK_N
+            first_row = unit % PARTS * TILE_M  # tiles of the same weights follow each other
+            first_column = unit // PARTS % num_tiles * BLOCK_N
             expert = tl.load(block_table + (first_block + slot) * 4).to(tl.int64)
             num_rows = tl.load(block_table + (first_block + slot) * 4 + 2)
             slot_row = tl.cast(slot, tl.int64) * BLOCK_M
@@ -127,15 +135,23 @@ def gemm2_p2p(
                     BLOCK_N,
                     BLOCK_K,
                     WEIGHT_CACHE,
+                    WAVES,
+                    MAIN_LOOP,
                 )
-                column = first_column + tl.arange(0, BLOCK_N)
                 if HAS_BIAS:
-                    acc += tl.expand_dims(tl.load(w2_bias + expert * hidden_size + column), 0)
-                row = first_row + tl.arange(0, TILE_M)
-                weight = tl.load(pool_meta + (slot_row + row) * 4 + 2)
-                home_row = tl.load(home_rows + slot_row + row, mask=row < num_rows, other=0)
-                acc *= tl.expand_dims(weight.to(tl.float32, bitcast=True), 1)
-                send_rows(acc, home_row, first_column, hidden_size, FP8_TRANSPORT, TILE_M, BLOCK_N)
+                    acc += tl.load(w2_bias + expert * hidden_size + first_column + columns_like(acc, BLOCK_N))
+                weight = tl.load(pool_meta + (slot_row + first_row + rows_like(acc, TILE_M)) * 4 + 2)
+                acc *= weight.to(tl.float32, bitcast=True)
+                send_rows(
+                    acc,
+                    home_rows + slot_row + first_row,
+                    num_rows - first_row,
+                    first_column,
+                    hidden_size,
+                    FP8_TRANSPORT,
+                    TILE_M,
+                    BLOCK_N,
+                )
 
     if is_last != 0:
         before = arrive(counters + join, 1, WAVES, "sys", LANES)

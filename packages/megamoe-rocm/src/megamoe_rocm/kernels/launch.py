@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 
 from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.protocol import Phase
@@ -62,6 +64,18 @@ class Launch:
         self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.num_warps)
 
 
+@cache
+def _as_gluon(kernel: Any) -> Any:
+    return gluon.jit(kernel.fn)
+
+
+class MainLoop(StrEnum):
+    """The GEMMs' main loops."""
+
+    PORTABLE = "portable"  # plain Triton, for every target
+    CDNA4 = "cdna4"  # Gluon, for gfx950
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """What of the kernels' constants is the device's.
@@ -70,18 +84,20 @@ class Target:
         lanes: of a wave.
         clock: by which waits are timed: "memrealtime", "globaltimer", or "host" in Triton's interpreter.
         units_per_s: units in which waits are timed, 1024 ticks of the clock, in a second.
+        main_loop: of both GEMMs; results are equal but for the order in which an MFMA sums.
     """
 
     lanes: int
     clock: str
     units_per_s: float
+    main_loop: MainLoop = MainLoop.PORTABLE
 
     def patience(self, timeout_s: float) -> int:
         """A time-out in the kernels' units, at least one."""
         return min(int(timeout_s * self.units_per_s) + 1, 2**31 - 1)
 
 
-GFX950 = Target(lanes=64, clock="memrealtime", units_per_s=100e6 / 1024)
+GFX950 = Target(lanes=64, clock="memrealtime", units_per_s=100e6 / 1024, main_loop=MainLoop.CDNA4)
 """The clock has 100 MHz: AMD's CDNA 3 ISA document, S_MEMREALTIME."""
 SM90 = Target(lanes=32, clock="globaltimer", units_per_s=1e9 / 1024)
 INTERPRETER = Target(lanes=64, clock="host", units_per_s=1e9 / 1024)
@@ -346,7 +362,7 @@ class RankCall:
         names = ("counts_published", "launch_counters", "epoch", "status", "block_table", "num_blocks")
         limit = problem.swiglu_limit
         return Launch(
-            kernel=dispatch_gemm1,
+            kernel=self._in_language(dispatch_gemm1),
             grid=(self.num_programs,),
             num_warps=tile.num_warps,
             arguments={
@@ -377,6 +393,7 @@ class RankCall:
                 "HAS_BIAS": problem.expert_bias,
                 "TAP": call.gate_up_tap is not None,
                 "BLOCK_M": tile.block_m,
+                "TILE_M": tile.gemm1_block_m,
                 "BLOCK_N": tile.gemm1_block_n,
                 "BLOCK_K": SCALE_BLOCK_COLUMNS,
                 "PULL_ROWS": tile.pull_rows,
@@ -389,6 +406,7 @@ class RankCall:
                 "CLOCK": self.target.clock,
                 "WEIGHT_CACHE": tile.weight_cache,
                 "STORE_CACHE": tile.a2_cache,
+                "MAIN_LOOP": str(self.target.main_loop),
             },
         )
 
@@ -397,7 +415,7 @@ class RankCall:
         problem, tile = self.problem, self.tile
         names = ("launch_counters", "epoch", "status", "block_table", "num_blocks", "pool_meta")
         return Launch(
-            kernel=gemm2_p2p,
+            kernel=self._in_language(gemm2_p2p),
             grid=(self.num_programs,),
             num_warps=tile.num_warps,
             arguments={
@@ -436,6 +454,7 @@ class RankCall:
                 "WAVES": tile.num_warps,
                 "LANES": self.target.lanes,
                 "WEIGHT_CACHE": tile.weight_cache,
+                "MAIN_LOOP": str(self.target.main_loop),
             },
         )
 
@@ -479,6 +498,10 @@ class RankCall:
         )
 
     # -- parts of them ------------------------------------------------------------------------------------------
+
+    def _in_language(self, kernel: Any) -> Any:
+        """A persistent stage in the language of its main loop: its source is Triton and Gluon at once."""
+        return _as_gluon(kernel) if self.target.main_loop is MainLoop.CDNA4 else kernel
 
     @property
     def _fp4(self) -> bool:

@@ -1,8 +1,8 @@
-"""The GEMMs' main loop in plain Triton: `tl.dot_scaled` on operands that lie as gfx950's MFMA wants them.
+"""The GEMMs' main loop: the portable one, in plain Triton, and the choice between it and that of gfx950.
 
-The stages call one device function, so a target can bring its own. Every load is contiguous in memory; what follows is
-a change of shape that the compiler turns into the operands' layout. The order of additions is the same in every tile
-shape: steps of BLOCK_K along K, each accumulated in FP32.
+The portable loop is `tl.dot_scaled` on operands that lie as gfx950's MFMA wants them. Every load is contiguous in memory;
+what follows is a change of shape that the compiler turns into the operands' layout. The order of additions is the same
+in both loops and in every tile shape: steps of BLOCK_K along K, each accumulated in FP32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from megamoe_rocm.kernels import main_loop_cdna4
 
 
 @triton.jit
@@ -27,7 +29,7 @@ def unshuffle_weight(stored, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def multiply(
+def multiply_portable(
     rows,
     row_scales,
     first_row,
@@ -42,18 +44,7 @@ def multiply(
     BLOCK_K: tl.constexpr,
     WEIGHT_CACHE: tl.constexpr,
 ):
-    """`[BLOCK_M, BLOCK_N]` FP32: rows `first_row ..` of a block times columns `first_column ..` of one expert's weight.
-
-    Args:
-        rows: the block's first row; e2m1 (FP4, two to a byte) or e4m3, rows `row_stride` bytes apart.
-        row_scales: the block's E8M0 scales in operand order.
-        weight: the expert's `[N, K / 2]` bytes of e2m1, preshuffled; BLOCK_N divides N.
-        weight_scale: its E8M0 scales in operand order.
-        K: a multiple of BLOCK_K; BLOCK_K is a multiple of 256.
-        WEIGHT_CACHE: cache modifier of the weights' loads.
-
-    Rows past the block's last valid one are multiplied too, whatever they hold: a row never sees another.
-    """
+    """`multiply` for every target of Triton's."""
     PER_BYTE: tl.constexpr = 2 if FP4 else 1
     row = first_row + tl.arange(0, BLOCK_M)
     byte = tl.arange(0, BLOCK_K // PER_BYTE)
@@ -82,3 +73,70 @@ def multiply(
         w += 8 * BLOCK_K
         w_scale += BLOCK_K
     return acc
+
+
+@triton.jit
+def multiply(
+    rows,
+    row_scales,
+    first_row,
+    row_stride,
+    weight,
+    weight_scale,
+    first_column,
+    K,
+    FP4: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHT_CACHE: tl.constexpr,
+    WAVES: tl.constexpr,
+    MAIN_LOOP: tl.constexpr,
+):
+    """`[BLOCK_M, BLOCK_N]` FP32: rows `first_row ..` of a block times columns `first_column ..` of one expert's weight.
+
+    Args:
+        rows: the block's first row; e2m1 (FP4, two to a byte) or e4m3, rows `row_stride` bytes apart.
+        row_scales: the block's E8M0 scales in operand order.
+        weight: the expert's `[N, K / 2]` bytes of e2m1, preshuffled; BLOCK_N divides N.
+        weight_scale: its E8M0 scales in operand order.
+        K: a multiple of BLOCK_K; BLOCK_K is a multiple of 256.
+        WEIGHT_CACHE: cache modifier of the weights' loads.
+        WAVES: of the program.
+        MAIN_LOOP: a value of launch.MainLoop.
+
+    Rows past the block's last valid one are multiplied too, whatever they hold: a row never sees another.
+    """
+    if MAIN_LOOP == "cdna4":
+        return main_loop_cdna4.multiply(
+            rows,
+            row_scales,
+            first_row,
+            row_stride,
+            weight,
+            weight_scale,
+            first_column,
+            K,
+            FP4,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            WEIGHT_CACHE,
+            WAVES,
+        )
+    else:
+        return multiply_portable(
+            rows,
+            row_scales,
+            first_row,
+            row_stride,
+            weight,
+            weight_scale,
+            first_column,
+            K,
+            FP4,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            WEIGHT_CACHE,
+        )

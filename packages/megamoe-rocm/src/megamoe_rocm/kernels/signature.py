@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe_rocm.aot.compiler import CompileOptions, Parameter, pointer, size
-from megamoe_rocm.kernels.launch import Launch
+from megamoe_rocm.kernels.launch import Launch, MainLoop
 
 _ELEMENTS = {
     torch.uint8: "u8",
@@ -38,6 +38,11 @@ MULTIPLES_OF_16 = frozenset(
 """Sizes and strides that `planning.check_limits` and `schedule.workspace` make such multiples. The caller's strides
 (`hidden_stride`, `source_stride`) are not among them."""
 
+CDNA4_ATTRIBUTES = "amdgpu-agpr-alloc=0,amdgpu-sched-strategy=max-ilp"
+"""For two workgroups on a compute unit: 256 registers a lane, none of them set aside for accumulation, which LLVM would
+do with half of them; and the scheduler that keeps loads where the main loop puts them. With LLVM's defaults the 64x256
+tiles spill or take more than 256 (docs/gfx950.md)."""
+
 
 def parameters(launch: Launch) -> dict[str, Parameter]:
     """The run-time parameters of `launch`, by name."""
@@ -46,7 +51,9 @@ def parameters(launch: Launch) -> dict[str, Parameter]:
 
 def options(launch: Launch) -> CompileOptions:
     """How it is compiled."""
-    return CompileOptions(num_warps=launch.num_warps)
+    if launch.constants.get("MAIN_LOOP") != MainLoop.CDNA4:
+        return CompileOptions(num_warps=launch.num_warps)
+    return CompileOptions(num_warps=launch.num_warps, waves_per_eu=2, llvm_attributes=CDNA4_ATTRIBUTES)
 
 
 def _parameter(name: str, value: Any) -> Parameter:

@@ -29,6 +29,7 @@ NO_LIMIT = 2**31 - 1
 SMALL = TileConfig(
     name="small",
     block_m=32,
+    gemm1_block_m=32,
     gemm1_block_n=128,
     gemm2_block_m=32,
     gemm2_block_n=128,

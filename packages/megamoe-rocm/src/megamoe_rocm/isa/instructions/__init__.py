@@ -48,9 +48,12 @@ def decode(item: Instruction, positions: dict[int, int]) -> Step:
 
 
 def registers_touched(item: Instruction) -> int:
-    """The set of registers that an instruction reads or writes, one bit each."""
+    """The set of registers whose outstanding loads must have been waited for, one bit each: those that it uses.
+
+    What a vector memory load writes is not among them: see `accesses.overwrite`.
+    """
     touched = 0
-    for text in item.operands:
+    for text in item.operands[memory.returns_in_order(item) :]:
         plain = text.strip("-|").removeprefix("sext(").rstrip(")")
         if REGISTER.match(plain) or plain in NAMED:
             touched |= parse(plain).registers

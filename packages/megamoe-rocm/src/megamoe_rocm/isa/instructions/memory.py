@@ -16,7 +16,7 @@ import numpy as np
 
 from megamoe_rocm.aot.disassembly import Instruction
 from megamoe_rocm.aot.inspection import scope
-from megamoe_rocm.isa.accesses import Access, issue
+from megamoe_rocm.isa.accesses import Access, issue, overwrite
 from megamoe_rocm.isa.address_space import Lanes, resolve
 from megamoe_rocm.isa.errors import MemoryFault, UndefinedFault
 from megamoe_rocm.isa.instructions import lds as local
@@ -66,6 +66,13 @@ class Form:
     data: Operand | None
     result: Operand | None
     addresses: Addresses
+
+
+def returns_in_order(item: Instruction) -> bool:
+    """Whether it is a load of whole registers, which returns after every earlier one."""
+    unit, _, rest = item.mnemonic.partition("_")
+    whole = LOADS.get(rest.removeprefix("load_"), (0, "lo"))[1] not in ("lo", "hi")
+    return unit in ("buffer", "global") and rest.startswith("load_") and whole and "lds" not in item.modifiers
 
 
 def decode(item: Instruction, name: str) -> Step:
@@ -176,6 +183,8 @@ def _load(form: Form, num_bytes: int, kind: str, at_scope: str) -> Step:
 
     def step(wave: Wave) -> None:
         parts, outside = _resolve(wave, form, num_bytes)
+        if wave.pending & registers:
+            overwrite(wave, registers)
 
         def effect() -> None:
             for part in parts:

@@ -1,0 +1,77 @@
+"""Index ranges for source that is compiled as Triton and as Gluon.
+
+Triton picks the layout of every tensor, Gluon wants to be told. Kernels ask these functions for their ranges; from there
+on layouts follow from operands. In Triton, and in its interpreter, they are `tl.arange`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._semantic import GluonSemantic
+
+
+def in_gluon(_semantic: Any = None) -> Any:
+    """Whether the function that calls this is being compiled as Gluon."""
+    return tl.constexpr(isinstance(_semantic, GluonSemantic))
+
+
+def layout_of(tensor: Any, _semantic: Any = None) -> Any:
+    """A tensor's layout, None in Triton."""
+    return tl.constexpr(tensor.type.layout if isinstance(_semantic, GluonSemantic) else None)
+
+
+# The compiler calls such functions while it translates, and says what it is translating to.
+in_gluon.__triton_builtin__ = True  # type: ignore[attr-defined]
+layout_of.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@triton.jit
+def lanes(N: tl.constexpr):
+    """0 to N - 1, one a lane, wave by wave."""
+    if in_gluon():
+        return gl.arange(0, N, gl.BlockedLayout([1], [64], [gl.num_warps()], [0]))
+    else:
+        return tl.arange(0, N)
+
+
+@triton.jit
+def rows_like(tensor, N: tl.constexpr):
+    """0 to N - 1 as `[N, 1]`, to go with the two-dimensional `tensor`."""
+    LAYOUT: tl.constexpr = layout_of(tensor)
+    if LAYOUT is None:
+        return tl.expand_dims(tl.arange(0, N), 1)
+    else:
+        return tl.expand_dims(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), 1)
+
+
+@triton.jit
+def columns_like(tensor, N: tl.constexpr):
+    """0 to N - 1 as `[1, N]`, to go with the two-dimensional `tensor`."""
+    LAYOUT: tl.constexpr = layout_of(tensor)
+    if LAYOUT is None:
+        return tl.expand_dims(tl.arange(0, N), 0)
+    else:
+        return tl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, LAYOUT)), 0)
+
+
+@triton.jit
+def rows_of_copy(N: tl.constexpr):
+    """0 to N - 1 as `[N]`: rows that are moved, each by one wave."""
+    if in_gluon():
+        return gl.arange(0, N, gl.SliceLayout(1, gl.BlockedLayout([1, 4], [1, 64], [gl.num_warps(), 1], [1, 0])))
+    else:
+        return tl.arange(0, N)
+
+
+@triton.jit
+def columns_of_copy(N: tl.constexpr):
+    """0 to N - 1 as `[N]`: what is moved of each row; of words, 16 bytes a lane."""
+    if in_gluon():
+        return gl.arange(0, N, gl.SliceLayout(0, gl.BlockedLayout([1, 4], [1, 64], [gl.num_warps(), 1], [1, 0])))
+    else:
+        return tl.arange(0, N)
