@@ -64,9 +64,9 @@ class TileConfig:
             value = getattr(self, name)
             self._require(name, value > 0 and value & (value - 1) == 0, "a power of two")
         widest = {"gemm1_block_n": 2 * SCALE_BLOCK_COLUMNS, "gemm2_block_n": SCALE_BLOCK_COLUMNS}
+        least = GATE_UP_COLUMNS * self.num_warps  # a wave has whole groups of gate and up
         for name, most in widest.items():  # divides 2I or H, which are such multiples: no tile is partial
-            fits = GATE_UP_COLUMNS <= getattr(self, name) <= most
-            self._require(name, fits, f"{GATE_UP_COLUMNS} to {most}")
+            self._require(name, least <= getattr(self, name) <= most, f"{least} to {most}, 64 for each wave")
         for name in ("gemm1_block_m", "gemm2_block_m", "pull_rows"):
             self._require(name, getattr(self, name) <= self.block_m, f"at most block_m = {self.block_m}")
         for name in ("lead_blocks", "units_per_ticket", "programs_per_cu"):

@@ -1,20 +1,19 @@
-"""Every kernel compiles for gfx950 in every tile of the table, and holds what does not depend on the tile.
-
-What a configuration is meant to reach (registers, occupancy, instruction counts) is stated with the tuning table.
-"""
+"""Rung 3: every kernel compiles for gfx950 in every tile of the table, and its code object is what was designed."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from megamoe.problem import MoEProblem
-from megamoe_rocm.aot import CodeObject, compile_kernel, find_fences, peer_stores
-from megamoe_rocm.aot.inspection import is_scaled_mfma, main_loop
-from megamoe_rocm.heuristics import TileConfig, buckets, config_of
-from megamoe_rocm.kernels.launch import GFX950, CallTensors, Launch, RankCall, stage1_parameters
+from megamoe_rocm.aot import CodeObject, Expectation, Instruction, check, compile_kernel, main_loop
+from megamoe_rocm.aot.inspection import is_scaled_mfma
+from megamoe_rocm.heuristics import SCALE_BLOCK_COLUMNS, TileConfig, buckets, config_of
+from megamoe_rocm.kernels.launch import GFX950, CallTensors, Launch, MainLoop, RankCall, Target, stage1_parameters
 from megamoe_rocm.kernels.signature import options, parameters
 from megamoe_rocm.kernels.workspace import RankMemory, kernel_workspace
 
@@ -22,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("toolchain")
 
 TILES = {bucket.tile.name: bucket.tile for bucket in buckets()}
 MODES = [("a4w4", "bf16"), ("a8w4", "fp8_blockwise_1x32")]
-LDS_BYTES = 160 * 1024
+STEPS = 4  # of a trip of the main loop
 VGPRS_FOR_TWO_WORKGROUPS = 256  # of 512; both persistent stages are meant to share a compute unit with another program
 
 
-def launches(tile: TileConfig, quant: str, transport: str) -> dict[str, Launch]:
+def launches(tile: TileConfig, quant: str, transport: str, target: Target = GFX950) -> dict[str, Launch]:
     """One call's launches by kernel; sizes don't matter."""
     problem = MoEProblem(
         hidden_size=512,
@@ -52,7 +51,7 @@ def launches(tile: TileConfig, quant: str, transport: str) -> dict[str, Launch]:
         stage1_parameters=stage1_parameters(problem, 0, memory),
         num_programs=1,
         patience=1,
-        target=GFX950,
+        target=target,
     )
     byte = torch.zeros(1, dtype=torch.uint8)
     tensors = CallTensors(
@@ -77,51 +76,106 @@ def compiled(tile: str, quant: str, transport: str, kernel: str) -> CodeObject:
 
 
 @pytest.mark.parametrize("quant, transport", MODES)
-@pytest.mark.parametrize("kernel", ["quantize_input", "count_picks", "push_entries", "plan_blocks", "combine_rows"])
-def test_the_small_kernels_spill_nothing(kernel: str, quant: str, transport: str) -> None:
-    used = compiled("m32", quant, transport, kernel).resources
-    assert (used.vgpr_spills, used.sgpr_spills, used.scratch_bytes) == (0, 0, 0)
-    assert used.lds_bytes <= LDS_BYTES
+@pytest.mark.parametrize(
+    "kernel, stated",
+    [
+        ("quantize_input", Expectation(peer_stores=0, releases=0, acquires=0)),
+        # Arrivals: each is a release and an acquire.
+        ("count_picks", Expectation(peer_stores=0, releases=0, acquires=0, agent_releases=1, agent_acquires=1)),
+        # Entries, then counts; arrivals before and after the counts, then the flags.
+        ("push_entries", Expectation(peer_stores=4, releases=3, acquires=2)),
+        # The flags of all ranks, before the loop and in it.
+        ("plan_blocks", Expectation(peer_stores=0, releases=0, acquires=2)),
+        # The same, and the flag that says that this rank has given up.
+        ("combine_rows", Expectation(peer_stores=0, releases=1, acquires=2, agent_releases=1, agent_acquires=1)),
+    ],
+)
+def test_the_small_kernels(kernel: str, stated: Expectation, quant: str, transport: str) -> None:
+    """No spills and no scratch, and the fences that the protocol wants."""
+    check(compiled("m32", quant, transport, kernel), replace(stated, scaled_mfmas=0))
 
 
 @pytest.mark.parametrize("quant, transport", MODES)
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("kernel", ["dispatch_gemm1", "gemm2_p2p"])
-def test_persistent_stages(kernel: str, tile: str, quant: str, transport: str) -> None:
-    """No vector spill, no scratch, room for a second program on the compute unit, and every multiplication once."""
-    code = compiled(tile, quant, transport, kernel)
-    used = code.resources
-    assert (used.vgpr_spills, used.scratch_bytes) == (0, 0)
-    assert used.num_vgprs <= VGPRS_FOR_TWO_WORKGROUPS
-    assert used.lds_bytes <= LDS_BYTES
+def test_stage_1(tile: str, quant: str, transport: str) -> None:
+    """No spills, two programs on a compute unit, every multiplication once, the loop as designed, and fences.
+
+    At system scope counts_published is acquired. At agent scope a chunk's arrival is a release and an acquire, and what
+    a tile waits for is acquired before the loop of the wait and in it.
+    """
     config = TILES[tile]
-    rows = config.block_m if kernel == "dispatch_gemm1" else config.gemm2_block_m
-    columns = config.gemm1_block_n if kernel == "dispatch_gemm1" else config.gemm2_block_n
-    per_step = rows * columns * 256 // (16 * 16 * 128) // config.num_warps
+    code = compiled(tile, quant, transport, "dispatch_gemm1")
+    stated = of_tile(config.gemm1_block_m, config.gemm1_block_n, config)
+    check(code, replace(stated, peer_stores=0, releases=0, acquires=1, agent_releases=1, agent_acquires=3))
+    require_main_loop(code, config.gemm1_block_m, config.gemm1_block_n, config, fp4=quant == "a4w4")
+
+
+@pytest.mark.parametrize("quant, transport", MODES)
+@pytest.mark.parametrize("tile", TILES)
+def test_stage_2(tile: str, quant: str, transport: str) -> None:
+    """As stage 1. Rows go past the caches to their home rank; arrivals and rank_finished are releases.
+
+    Of a row's 4 neighbouring values that a lane has, bf16 is one store of 8 bytes, FP8 one of 4; and FP8 has a scale for
+    each 32 columns, of which a lane has 8.
+    """
+    config = TILES[tile]
+    code = compiled(tile, quant, transport, "gemm2_p2p")
+    rows, columns = config.gemm2_block_m, config.gemm2_block_n
+    values = rows * columns // (64 * config.num_warps)
+    num_stores = values // 4 + (values // 8 if transport != "bf16" else 0)
+    check(code, replace(of_tile(rows, columns, config), peer_stores=num_stores, releases=2, acquires=1))
+    require_main_loop(code, rows, columns, config, fp4=quant == "a4w4")
+
+
+def of_tile(rows: int, columns: int, config: TileConfig) -> Expectation:
+    """Scaled MFMAs of a wave: a trip of the loop, the last trip by itself, and a step of the remainder."""
+    step = rows * columns * SCALE_BLOCK_COLUMNS // (16 * 16 * 128) // config.num_warps
+    return Expectation(
+        scaled_mfmas=(2 * STEPS + 1) * step,
+        loop_scaled_mfmas=STEPS * step,
+        max_vgprs=VGPRS_FOR_TWO_WORKGROUPS,
+        min_workgroups_per_cu=2,
+    )
+
+
+def require_main_loop(code: CodeObject, rows: int, columns: int, config: TileConfig, *, fp4: bool) -> None:
+    """The loop of `main_loop_cdna4.py`: loads, LDS reads, MFMAs and scalar instructions, and next to nothing else.
+
+    In a step a wave loads its share of the weights to registers, its share of the rows to LDS, and a dword of scales for
+    each 32 rows and each 32 of its columns. It reads all rows from LDS; nothing is written there but by DMA.
+    """
     loop = main_loop(code.instructions)
-    assert sum(map(is_scaled_mfma, loop)) == per_step
+    count = Counter(map(family, loop))
+    own_columns = columns // config.num_warps
+    row_bytes = SCALE_BLOCK_COLUMNS // (2 if fp4 else 1)
+    assert count["weights"] == STEPS * own_columns * SCALE_BLOCK_COLUMNS // 2 // (64 * 16)
+    assert count["dma"] == STEPS * rows * row_bytes // (64 * 16) // config.num_warps
+    assert count["scales"] == STEPS * (rows + own_columns) // 32
+    assert count["lds reads"] == STEPS * rows * row_bytes // (64 * 16)
+    assert count["other LDS"] == 0
+    assert count["other vector"] <= STEPS  # an address in LDS
     assert {item.mnemonic for item in loop if is_scaled_mfma(item)} == {"v_mfma_scale_f32_16x16x128_f8f6f4"}
+    assert code.resources.lds_bytes == STEPS * rows * row_bytes
 
 
-def test_stage_2_sends_rows_through_to_system_scope_and_releases_them() -> None:
-    code = compiled("m32", "a8w4", "fp8_blockwise_1x32", "gemm2_p2p")
-    assert num_spills(code) == 0
-    assert len(peer_stores(code.instructions)) > 0
-    fences = find_fences(code.instructions)
-    assert len(fences.releases) >= 2  # each wave's arrival, and rank_finished
-    assert len(fences.acquires) >= 1  # the last program's
+def family(item: Instruction) -> str:
+    """What an instruction of the main loop is for."""
+    if item.mnemonic.startswith("buffer_load_dword"):
+        if "lds" in item.modifiers:
+            return "dma"
+        return "scales" if item.mnemonic == "buffer_load_dword" else "weights"
+    if item.mnemonic.startswith("ds_"):
+        return "lds reads" if item.mnemonic == "ds_read_b128" else "other LDS"
+    if item.mnemonic.startswith("v_"):
+        return "mfma" if is_scaled_mfma(item) else "other vector"
+    return "scalar"
 
 
-@pytest.mark.parametrize("kernel", ["plan_blocks", "dispatch_gemm1", "combine_rows"])
-def test_what_waits_for_peers_acquires_at_system_scope(kernel: str) -> None:
-    assert find_fences(compiled("m32", "a4w4", "bf16", kernel).instructions).acquires
-
-
-def test_entries_and_counts_are_pushed_through_and_published_after_a_release() -> None:
-    code = compiled("m32", "a4w4", "bf16", "push_entries")
-    assert len(peer_stores(code.instructions)) >= 2
-    assert len(find_fences(code.instructions).releases) >= 2
-
-
-def num_spills(code: CodeObject) -> int:
-    return code.resources.vgpr_spills + code.resources.sgpr_spills
+def test_the_portable_loop_compiles_too() -> None:
+    """It runs on other targets; here it is the same source with the other loop, and what it lacks shows."""
+    launch = launches(TILES["m64"], "a4w4", "bf16", replace(GFX950, main_loop=MainLoop.PORTABLE))["gemm2_p2p"]
+    code = compile_kernel(
+        launch.kernel, parameters=parameters(launch), constants=launch.constants, options=options(launch)
+    )
+    assert code.build["constants"]["MAIN_LOOP"] == "portable"
+    assert any("ds_write" in item.mnemonic for item in main_loop(code.instructions))

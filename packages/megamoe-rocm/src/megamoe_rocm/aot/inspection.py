@@ -94,8 +94,11 @@ def find_fences(instructions: Sequence[Instruction], at_scope: str = "system") -
         released = _written_back(instructions[:at], at_scope)
         if released:
             releases.append(item.address)
-        if not is_store(item) and (not is_atomic(item) or item.has("sc0")):
-            (acquires if _invalidated(instructions[at + 1 :], at_scope) else polls).append(item.address)
+        reads = not is_store(item) and (not is_atomic(item) or item.has("sc0"))
+        if not is_store(item) and _invalidated(instructions[at + 1 :], at_scope):
+            acquires.append(item.address)  # also an atomic whose result nobody uses
+        elif reads:
+            polls.append(item.address)
         elif is_atomic(item) and not released:
             unfenced.append(item.address)
     return Fences(releases=tuple(releases), acquires=tuple(acquires), polls=tuple(polls), unfenced=tuple(unfenced))

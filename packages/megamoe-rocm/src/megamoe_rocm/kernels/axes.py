@@ -16,13 +16,13 @@ from triton.experimental.gluon.language._semantic import GluonSemantic
 
 
 def in_gluon(_semantic: Any = None) -> Any:
-    """Whether the function that calls this is being compiled as Gluon."""
-    return tl.constexpr(isinstance(_semantic, GluonSemantic))
+    """Whether the function that calls this is being compiled as Gluon; the interpreter gives no `_semantic`."""
+    return tl.constexpr(isinstance(_semantic, GluonSemantic)) if _semantic else False
 
 
 def layout_of(tensor: Any, _semantic: Any = None) -> Any:
     """A tensor's layout, None in Triton."""
-    return tl.constexpr(tensor.type.layout if isinstance(_semantic, GluonSemantic) else None)
+    return tl.constexpr(tensor.type.layout) if isinstance(_semantic, GluonSemantic) else None
 
 
 # The compiler calls such functions while it translates, and says what it is translating to.

@@ -38,6 +38,12 @@ def rows_from(step, route_counts, first_entries, rank, ep_size, num_local_expert
 
 
 @triton.jit
+def row_words_at(address):
+    """Pointers `[N, 1]` to 32-bit words of rows; rows are aligned to 16 bytes, which a change of type forgets."""
+    return tl.multiple_of(tl.expand_dims(address.to(tl.pointer_type(tl.int32)), 1), [16, 16])
+
+
+@triton.jit
 def pull_rows(
     parameters,
     block_table,
@@ -112,20 +118,20 @@ def pull_rows(
 
     source_row = peer_address(peers, src, input_payload_offset) + token * payload_stride
     target_row = pool_payload + pool_row * payload_stride
-    row_words = hidden_size // 8 if FP4 else hidden_size // 4
+    row_words = tl.multiple_of(hidden_size // 8 if FP4 else hidden_size // 4, 16)
     for first in range(0, row_words, WORDS):
         word = first + columns_of_copy(WORDS)
         inside = tl.expand_dims(is_row, 1) & tl.expand_dims(word < row_words, 0)
-        source_words = tl.expand_dims(source_row.to(tl.pointer_type(tl.int32)), 1) + tl.expand_dims(word, 0)
-        target_words = tl.expand_dims(target_row.to(tl.pointer_type(tl.int32)), 1) + tl.expand_dims(word, 0)
-        tl.store(target_words, tl.load(source_words, mask=inside, other=0), mask=inside)
+        values = tl.load(row_words_at(source_row) + tl.expand_dims(word, 0), mask=inside, other=0)
+        tl.store(row_words_at(target_row) + tl.expand_dims(word, 0), values, mask=inside)
 
     source_row = peer_address(peers, src, input_scales_offset) + token * scales_stride
     slot_scales = pool_scales + tl.cast(slot, tl.int64) * BLOCK_M * scales_stride
-    for first in range(0, hidden_size // 32, SCALES):
+    num_scales = tl.multiple_of(hidden_size // 32, 8)
+    for first in range(0, num_scales, SCALES):
         at = tl.expand_dims(first + columns_of_copy(SCALES), 0)
-        inside = tl.expand_dims(is_row, 1) & (at < hidden_size // 32)
-        source_bytes = tl.expand_dims(source_row.to(tl.pointer_type(tl.uint8)), 1) + at
+        inside = tl.expand_dims(is_row, 1) & (at < num_scales)
+        source_bytes = row_words_at(source_row).to(tl.pointer_type(tl.uint8)) + at
         target = slot_scales + scale_offset(tl.expand_dims(first_row + row, 1), at, hidden_size)
         tl.store(target, tl.load(source_bytes, mask=inside, other=0), mask=inside)
     return num_rows

@@ -62,7 +62,7 @@ def ticks(CLOCK: tl.constexpr, WAVES: tl.constexpr, LANES: tl.constexpr):
         now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     else:
         now = tl.full([], host_clock(), tl.int64)
-    lane = tl.arange(0, WAVES * LANES)
+    lane = lanes(WAVES * LANES)
     return tl.max(tl.where(lane == 0, (now >> 10).to(tl.int32), -2147483648), axis=0)
 
 

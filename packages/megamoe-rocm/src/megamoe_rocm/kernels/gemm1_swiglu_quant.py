@@ -12,7 +12,7 @@ import triton.language as tl
 
 from megamoe_rocm.kernels.axes import columns_like, rows_like
 from megamoe_rocm.kernels.dispatch import array, parameter, pull_rows
-from megamoe_rocm.kernels.flags import acquire_ranks, arrive, call_epoch, count_late, wait_for
+from megamoe_rocm.kernels.flags import acquire_ranks, arrive, call_epoch, wait_for
 from megamoe_rocm.kernels.layouts import scale_offset
 from megamoe_rocm.kernels.main_loop import multiply
 from megamoe_rocm.kernels.numerics import quantize_blocks
@@ -87,7 +87,6 @@ def dispatch_gemm1(
     w13_scale,
     w13_bias,
     gate_up_tap,
-    rank,
     ep_size,
     hidden_size,
     intermediate_size,
@@ -134,12 +133,11 @@ def dispatch_gemm1(
         gate_up_tap: `[ring rows, 2I]` FP32; receives the accumulators if TAP.
     """
     call = call_epoch(epoch)
-    num_late = count_late(acquire_ranks(counts_published, ep_size, RANKS), call, ep_size, RANKS)
+    acquire_ranks(counts_published, ep_size, RANKS)  # nothing to wait for: `plan_blocks` has, or has found no blocks
     arrived = rows_arrived + (call & 1) * counter_words + first_block
     tickets = launch_counters + (call & 1) * launch_words + ticket
 
     blocks = tl.minimum(tl.maximum(tl.load(num_blocks) - first_block, 0), ring_blocks)
-    blocks = tl.where(num_late == 0, blocks, 0)  # some are late only where planning has given up
     num_columns = 2 * intermediate_size
     PARTS: tl.constexpr = BLOCK_M // TILE_M
     num_tiles = num_columns // BLOCK_N * PARTS
@@ -170,6 +168,7 @@ def dispatch_gemm1(
                     )
                     arrive(arrived + slot, pulled, WAVES, "gpu", LANES)
             elif index % PARTS * TILE_M < num_rows:
+                rank = parameter(stage1_parameters, 18).to(tl.int32)
                 wait_for(
                     arrived + slot, num_rows * WAVES, patience, status, rank, GEMM1, call, block, CLOCK, WAVES, LANES
                 )

@@ -45,8 +45,9 @@ def send_rows(
         words = join_columns(bf16_bits(rows).to(tl.int32), BLOCK_M, BLOCK_N, 16)
         row = rows_like(words, BLOCK_M)
         home_row = tl.load(home_rows + row, mask=row < num_rows, other=0)
-        word = first_column // 2 + columns_like(words, BLOCK_N // 2)
-        tl.store(home_row.to(tl.pointer_type(tl.int32)) + word, words, mask=row < num_rows, cache_modifier=".wt")
+        word = tl.multiple_of(first_column // 2, 16) + columns_like(words, BLOCK_N // 2)
+        target = tl.multiple_of(home_row.to(tl.pointer_type(tl.int32)), [16, 16]) + word  # 8 bytes a lane
+        tl.store(target, words, mask=row < num_rows, cache_modifier=".wt")
 
 
 @triton.jit

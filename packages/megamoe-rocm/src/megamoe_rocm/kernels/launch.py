@@ -374,7 +374,6 @@ class RankCall:
                 "w13_scale": call.weights["w13_weight_scale"],
                 "w13_bias": call.weights.get("w13_bias", call.topk_weights),
                 "gate_up_tap": call.topk_weights if call.gate_up_tap is None else call.gate_up_tap,
-                "rank": self.rank,
                 "ep_size": problem.ep_size,
                 "hidden_size": problem.hidden_size,
                 "intermediate_size": problem.intermediate_size,

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 
 cdna4 = gl.amd.cdna4
 async_copy = gl.amd.cdna4.async_copy
-hint = gl.amd.hint
 
 CHUNK = gl.constexpr(16)  # bytes that a lane moves at a time
 AHEAD = gl.constexpr(2)  # steps that loads run ahead; one hides less of a load's latency in both modes (docs/gfx950.md)
@@ -193,7 +192,7 @@ def multiply_steps(
             )
             acc = multiply_step(buffers.index(step), fetched[0], acc, FP4, BLOCK_M, BLOCK_K, ACC)
             fetched = fetched[1:] + (new,)
-            hint.sched_barrier()
+            gl.amd.hint.sched_barrier()
     for step in gl.static_range(STEPS):
         if step < AHEAD:
             async_copy.wait_group(AHEAD - 1)
@@ -214,7 +213,7 @@ def multiply_steps(
             async_copy.wait_group(STEPS - 1 - step)
         acc = multiply_step(buffers.index(step), fetched[0], acc, FP4, BLOCK_M, BLOCK_K, ACC)
         fetched = fetched[1:]
-        hint.sched_barrier()  # without a load to wait for, steps would be interleaved, and registers run out
+        gl.amd.hint.sched_barrier()  # without a load to wait for, steps would be interleaved, and registers run out
     return acc
 
 

@@ -33,6 +33,7 @@ SMALL = TileConfig(
     gemm1_block_n=128,
     gemm2_block_m=32,
     gemm2_block_n=128,
+    num_warps=2,
     pull_rows=16,
     lead_blocks=1,
     provenance="small enough for the interpreter",

@@ -69,10 +69,14 @@ class Form:
 
 
 def returns_in_order(item: Instruction) -> bool:
-    """Whether it is a load of whole registers, which returns after every earlier one."""
+    """Whether it loads whole registers, which happens after every earlier load; also as an atomic's result."""
     unit, _, rest = item.mnemonic.partition("_")
+    if unit not in ("buffer", "global"):
+        return False
+    if rest.startswith("atomic_"):
+        return unit == "global" and "sc0" in item.modifiers
     whole = LOADS.get(rest.removeprefix("load_"), (0, "lo"))[1] not in ("lo", "hi")
-    return unit in ("buffer", "global") and rest.startswith("load_") and whole and "lds" not in item.modifiers
+    return rest.startswith("load_") and whole and "lds" not in item.modifiers
 
 
 def decode(item: Instruction, name: str) -> Step:
@@ -223,6 +227,7 @@ def _atomic(item: Instruction, form: Form, operation: str, num_bytes: int, unit:
     assert form.data is not None
     data, function, width, words = form.data.index, OPERATIONS[operation], 8 * num_bytes, num_bytes // 4
     result, system = form.result, "sc1" in item.modifiers
+    registers = result.registers if result is not None else 0
 
     def step(wave: Wave) -> None:
         parts, _ = _resolve(wave, form, num_bytes)
@@ -246,7 +251,8 @@ def _atomic(item: Instruction, form: Form, operation: str, num_bytes: int, unit:
                         for at in range(words):
                             wave.v[result.index + at, lane] = old >> 32 * at & 0xFFFFFFFF
 
-        registers = result.registers if result is not None else 0
+        if wave.pending & registers:
+            overwrite(wave, registers)
         issue(wave, Access(registers=registers, effect=effect, lanes=parts, stores=True))
 
     return step
