@@ -60,7 +60,8 @@ class TileConfig:
     def __post_init__(self) -> None:
         for name in ("block_m", "gemm1_block_m", "gemm2_block_m"):
             self._require(name, getattr(self, name) >= 32, "at least 32, the rows of a scale operand")
-        for name in ("block_m", "gemm1_block_m", "gemm2_block_m", "gemm1_block_n", "gemm2_block_n", "num_warps", "pull_rows"):
+        rows = ("block_m", "gemm1_block_m", "gemm2_block_m", "pull_rows")
+        for name in (*rows, "gemm1_block_n", "gemm2_block_n", "num_warps"):
             value = getattr(self, name)
             self._require(name, value > 0 and value & (value - 1) == 0, "a power of two")
         widest = {"gemm1_block_n": 2 * SCALE_BLOCK_COLUMNS, "gemm2_block_n": SCALE_BLOCK_COLUMNS}

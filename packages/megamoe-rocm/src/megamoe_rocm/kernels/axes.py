@@ -1,7 +1,7 @@
 """Index ranges for source that is compiled as Triton and as Gluon.
 
-Triton picks the layout of every tensor, Gluon wants to be told. Kernels ask these functions for their ranges; from there
-on layouts follow from operands. In Triton, and in its interpreter, they are `tl.arange`.
+Triton picks the layout of every tensor, Gluon wants to be told. Kernels ask these functions for their ranges; from
+there on layouts follow from operands. In Triton, and in its interpreter, they are `tl.arange`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -34,9 +34,10 @@ layout_of.__triton_builtin__ = True  # type: ignore[attr-defined]
 def lanes(N: tl.constexpr):
     """0 to N - 1, one a lane, wave by wave."""
     if in_gluon():
-        return gl.arange(0, N, gl.BlockedLayout([1], [64], [gl.num_warps()], [0]))
+        index = gl.arange(0, N, gl.BlockedLayout([1], [64], [gl.num_warps()], [0]))
     else:
-        return tl.arange(0, N)
+        index = tl.arange(0, N)
+    return index
 
 
 @triton.jit
@@ -44,9 +45,10 @@ def rows_like(tensor, N: tl.constexpr):
     """0 to N - 1 as `[N, 1]`, to go with the two-dimensional `tensor`."""
     LAYOUT: tl.constexpr = layout_of(tensor)
     if LAYOUT is None:
-        return tl.expand_dims(tl.arange(0, N), 1)
+        index = tl.arange(0, N)
     else:
-        return tl.expand_dims(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), 1)
+        index = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
+    return tl.expand_dims(index, 1)
 
 
 @triton.jit
@@ -54,24 +56,27 @@ def columns_like(tensor, N: tl.constexpr):
     """0 to N - 1 as `[1, N]`, to go with the two-dimensional `tensor`."""
     LAYOUT: tl.constexpr = layout_of(tensor)
     if LAYOUT is None:
-        return tl.expand_dims(tl.arange(0, N), 0)
+        index = tl.arange(0, N)
     else:
-        return tl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, LAYOUT)), 0)
+        index = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+    return tl.expand_dims(index, 0)
 
 
 @triton.jit
 def rows_of_copy(N: tl.constexpr):
     """0 to N - 1 as `[N]`: rows that are moved, each by one wave."""
     if in_gluon():
-        return gl.arange(0, N, gl.SliceLayout(1, gl.BlockedLayout([1, 4], [1, 64], [gl.num_warps(), 1], [1, 0])))
+        index = gl.arange(0, N, gl.SliceLayout(1, gl.BlockedLayout([1, 4], [1, 64], [gl.num_warps(), 1], [1, 0])))
     else:
-        return tl.arange(0, N)
+        index = tl.arange(0, N)
+    return index
 
 
 @triton.jit
 def columns_of_copy(N: tl.constexpr):
     """0 to N - 1 as `[N]`: what is moved of each row; of words, 16 bytes a lane."""
     if in_gluon():
-        return gl.arange(0, N, gl.SliceLayout(0, gl.BlockedLayout([1, 4], [1, 64], [gl.num_warps(), 1], [1, 0])))
+        index = gl.arange(0, N, gl.SliceLayout(0, gl.BlockedLayout([1, 4], [1, 64], [gl.num_warps(), 1], [1, 0])))
     else:
-        return tl.arange(0, N)
+        index = tl.arange(0, N)
+    return index

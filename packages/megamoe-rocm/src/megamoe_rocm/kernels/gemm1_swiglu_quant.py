@@ -65,8 +65,8 @@ def store_a2(
     words, scales = quantize_blocks(y, BLOCK_M, CHANNELS, FP4)
     PER_WORD: tl.constexpr = 8 if FP4 else 4
     word = first_channel // PER_WORD + columns_like(words, CHANNELS // PER_WORD)
-    target = (a2_payload + (first_row + rows_like(words, BLOCK_M)) * payload_stride).to(tl.pointer_type(tl.int32)) + word
-    tl.store(target, words, cache_modifier=STORE_CACHE)
+    target_row = a2_payload + (first_row + rows_like(words, BLOCK_M)) * payload_stride
+    tl.store(target_row.to(tl.pointer_type(tl.int32)) + word, words, cache_modifier=STORE_CACHE)
     block = first_channel // 32 + columns_like(scales, CHANNELS // 32)
     target = a2_scales + scale_offset(first_row + rows_like(scales, BLOCK_M), block, intermediate_size)
     tl.store(target, scales, cache_modifier=STORE_CACHE)

@@ -1,8 +1,8 @@
 """The GEMMs' main loop: the portable one, in plain Triton, and the choice between it and that of gfx950.
 
-The portable loop is `tl.dot_scaled` on operands that lie as gfx950's MFMA wants them. Every load is contiguous in memory;
-what follows is a change of shape that the compiler turns into the operands' layout. The order of additions is the same
-in both loops and in every tile shape: steps of BLOCK_K along K, each accumulated in FP32.
+The portable loop is `tl.dot_scaled` on operands that lie as gfx950's MFMA wants them. Every load is contiguous in
+memory; what follows is a change of shape that the compiler turns into the operands' layout. The order of additions is
+the same in both loops and in every tile shape: steps of BLOCK_K along K, each accumulated in FP32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -108,7 +108,7 @@ def multiply(
     Rows past the block's last valid one are multiplied too, whatever they hold: a row never sees another.
     """
     if MAIN_LOOP == "cdna4":
-        return main_loop_cdna4.multiply(
+        acc = main_loop_cdna4.multiply(
             rows,
             row_scales,
             first_row,
@@ -125,7 +125,7 @@ def multiply(
             WAVES,
         )
     else:
-        return multiply_portable(
+        acc = multiply_portable(
             rows,
             row_scales,
             first_row,
@@ -140,3 +140,4 @@ def multiply(
             BLOCK_K,
             WEIGHT_CACHE,
         )
+    return acc

@@ -17,8 +17,7 @@ cdna4 = gl.amd.cdna4
 async_copy = gl.amd.cdna4.async_copy
 
 CHUNK = gl.constexpr(16)  # bytes that a lane moves at a time
-AHEAD = gl.constexpr(2)  # steps that loads run ahead; one hides less of a load's latency in both modes (docs/gfx950.md)
-STEPS = gl.constexpr(4)  # steps of a trip and buffers in LDS: 2 * AHEAD
+STEPS = gl.constexpr(4)  # of a trip, and buffers in LDS: loads run two steps ahead
 
 
 @gluon.constexpr_function
@@ -113,7 +112,7 @@ def fetch(
     ACC: gl.constexpr,
     WEIGHT_CACHE: gl.constexpr,
 ):
-    """Start to bring in step `step` of K: rows to `buffer`; returns weights, scales of the rows, scales of the weights."""
+    """Start to bring in step `step` of K: rows to `buffer`; returns weights, scales of rows, scales of weights."""
     rows, row_scales, weight, weight_scale = sources
     row_offset, row_scale_offset, weight_offset, weight_scale_offset = offsets
     ROW_BYTES: gl.constexpr = BLOCK_K // 2 if FP4 else BLOCK_K
@@ -166,21 +165,23 @@ def multiply_steps(
     ACC: gl.constexpr,
     WEIGHT_CACHE: gl.constexpr,
 ):
-    """`acc` and the products of the first `num_trips * STEPS` steps, at least one trip; loads run AHEAD steps ahead.
+    """`acc` and the products of the first `num_trips * STEPS` steps, at least one trip.
 
-    A trip has as many steps as there are buffers, so that each operand has registers of its own: handing registers
-    from one step to the next would wait for the loads into them. The last trip fetches nothing past the end.
+    Loads run two steps ahead; one would hide less of their latency (docs/gfx950.md). A trip has as many steps as there
+    are buffers, so that each operand has registers of its own: handing registers from one step to the next would wait
+    for the loads into them. The last trip fetches nothing past the end. LLVM may not interleave steps: it would run out
+    of registers.
     """
-    fetched = ()
-    for step in gl.static_range(AHEAD):
-        new = fetch(buffers.index(step), step, sources, offsets, FP4, BLOCK_M, BLOCK_N, BLOCK_K, ACC, WEIGHT_CACHE)
-        fetched = fetched + (new,)
+    fetched = (
+        fetch(buffers.index(0), 0, sources, offsets, FP4, BLOCK_M, BLOCK_N, BLOCK_K, ACC, WEIGHT_CACHE),
+        fetch(buffers.index(1), 1, sources, offsets, FP4, BLOCK_M, BLOCK_N, BLOCK_K, ACC, WEIGHT_CACHE),
+    )
     for trip in range(num_trips - 1):
         for step in gl.static_range(STEPS):
-            async_copy.wait_group(AHEAD - 1)
+            async_copy.wait_group(1)
             new = fetch(
-                buffers.index((step + AHEAD) % STEPS),
-                trip * STEPS + step + AHEAD,
+                buffers.index((step + 2) % STEPS),
+                trip * STEPS + step + 2,
                 sources,
                 offsets,
                 FP4,
@@ -191,29 +192,31 @@ def multiply_steps(
                 WEIGHT_CACHE,
             )
             acc = multiply_step(buffers.index(step), fetched[0], acc, FP4, BLOCK_M, BLOCK_K, ACC)
-            fetched = fetched[1:] + (new,)
+            fetched = (fetched[1], new)
             gl.amd.hint.sched_barrier()
-    for step in gl.static_range(STEPS):
-        if step < AHEAD:
-            async_copy.wait_group(AHEAD - 1)
-            new = fetch(
-                buffers.index(step + AHEAD),
-                (num_trips - 1) * STEPS + step + AHEAD,
-                sources,
-                offsets,
-                FP4,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                ACC,
-                WEIGHT_CACHE,
-            )
-            fetched = fetched + (new,)
-        else:
-            async_copy.wait_group(STEPS - 1 - step)
+    for step in gl.static_range(2):
+        async_copy.wait_group(1)
+        new = fetch(
+            buffers.index(step + 2),
+            (num_trips - 1) * STEPS + step + 2,
+            sources,
+            offsets,
+            FP4,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            ACC,
+            WEIGHT_CACHE,
+        )
         acc = multiply_step(buffers.index(step), fetched[0], acc, FP4, BLOCK_M, BLOCK_K, ACC)
-        fetched = fetched[1:]
-        gl.amd.hint.sched_barrier()  # without a load to wait for, steps would be interleaved, and registers run out
+        fetched = (fetched[1], new)
+        gl.amd.hint.sched_barrier()
+    async_copy.wait_group(1)
+    acc = multiply_step(buffers.index(2), fetched[0], acc, FP4, BLOCK_M, BLOCK_K, ACC)
+    gl.amd.hint.sched_barrier()
+    async_copy.wait_group(0)
+    acc = multiply_step(buffers.index(3), fetched[1], acc, FP4, BLOCK_M, BLOCK_K, ACC)
+    gl.amd.hint.sched_barrier()
     return acc
 
 
