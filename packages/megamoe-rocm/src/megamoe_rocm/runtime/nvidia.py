@@ -18,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 
 from megamoe import env
 from megamoe.errors import BackendUnavailableError
+from megamoe_rocm import kernels
 from megamoe_rocm.aot.compiler import CompileOptions, Parameter
 from megamoe_rocm.aot.errors import BuildError, ToolchainError
 from megamoe_rocm.kernels.launch import SM90, Launch
@@ -217,12 +219,20 @@ def _digest(launch: Launch, signature: dict[str, Parameter]) -> str:
     identity = {
         "triton": _triton().__version__,
         "arch": [INSTRUCTIONS, ARCH],
-        "kernel": launch.kernel.cache_key,  # Triton's digest of the source and of all that it calls
+        "kernel": launch.kernel.__name__,
+        "sources": _sources(),
         "signature": {name: asdict(item) for name, item in signature.items()},
         "constants": {name: str(value) for name, value in launch.constants.items()},
         "options": _options(launch),
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _sources() -> str:
+    """Digest of all kernels' sources. Triton has one for each kernel, which depends on what else was digested before."""
+    files = sorted(Path(kernels.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _encode(cubin: Cubin) -> bytes:
