@@ -230,7 +230,7 @@ def _digest(launch: Launch, signature: dict[str, Parameter]) -> str:
 
 @cache
 def _sources() -> str:
-    """Digest of all kernels' sources. Triton has one for each kernel, which depends on what else was digested before."""
+    """Digest of all kernels' sources. Triton has one for each kernel, which depends on what it digested before."""
     files = sorted(Path(kernels.__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
