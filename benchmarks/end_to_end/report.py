@@ -22,12 +22,12 @@ def _section(result: dict[str, Any]) -> str:
     lines = [
         f"### {result['num_moe_layers']} MoE layers of DeepSeek-V3's size on {result['num_gpus']} x {result['gpu']} "
         f"(H={result['hidden_size']} I={result['moe_intermediate_size']} E={result['n_routed_experts']} "
-        f"top-{result['num_experts_per_tok']}, EP{result['num_gpus']})",
+        f"top-{result['num_experts_per_tok']}, EP{result['ep_size']})",
         "",
     ]
     lines += _table(rows["decode"], "sequences per rank", "batch_per_rank", "time per output token, ms")
     lines += _table(rows["prefill"], "prompt per rank, tokens", "tokens_per_rank", "time to first token, ms")
-    lines += _tokens_per_second(rows["prefill"], result["num_gpus"])
+    lines += _tokens_per_second(rows["prefill"], result["ep_size"])
     for row in rows["layers"]:
         distances = ", ".join(f"{name} {value:.4f}" for name, value in row["rel_l2_from_exact"].items())
         lines += [f"MoE layers on the model's own activations, relL2 from FP32: {distances}; gate {row['gate']}.", ""]
@@ -40,7 +40,7 @@ def _section(result: dict[str, Any]) -> str:
     lines += [
         f"GEMMs of the unfused block: {result['gemm']}. torch {result['torch']}, "
         f"transformers {result['transformers']}, commit {result['commit']}, {result['date']}: "
-        f"`python benchmarks/end_to_end/run.py --layers {result['num_moe_layers']}`",
+        f"`python benchmarks/end_to_end/run.py --ranks {result['ep_size']} --layers {result['num_moe_layers']}`",
         "",
     ]
     return "\n".join(lines)

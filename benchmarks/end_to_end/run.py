@@ -36,7 +36,6 @@ from megamoe.integrations import transformers as megamoe_transformers
 from megamoe.launch import RankContext, run_ranks
 
 OURS, EXACT, REST = "megamoe", "exact", "without experts"
-WORLD_SIZE = 2
 GATE = 0.06  # relL2 from the exact layer that a8w8 may have (docs/numerics.md)
 UNFUSED_GATE = 0.08  # where weights are rounded once more, three roundings in quadrature
 CHECKED_TOKENS = 32  # per rank, whose layers' outputs are compared with the exact ones
@@ -58,6 +57,7 @@ class Options:
     """What is measured; see `main`."""
 
     size: Size
+    num_ranks: int
     num_moe_layers: int
     repeats: int
     gpu: bool
@@ -309,7 +309,8 @@ def describe(options: Options) -> dict[str, Any]:
         "commit": current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": gpu,
-        "num_gpus": WORLD_SIZE if options.gpu else 0,
+        "num_gpus": options.num_ranks if options.gpu else 0,
+        "ep_size": options.num_ranks,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "gemm": options.gemm if options.gpu else "exact",
@@ -322,6 +323,7 @@ def describe(options: Options) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--output", type=Path, default=Path("end-to-end.json"))
+    parser.add_argument("--ranks", type=int, default=2, help="a process each, on GPUs a GPU each; EP1 with one")
     parser.add_argument("--layers", type=int, default=3, help="MoE layers")
     parser.add_argument("--repeats", type=int, default=5, help="of a prompt; four times as many of a decoding step")
     parser.add_argument("--prompt", type=int, help="tokens of each rank's prompt")
@@ -332,6 +334,7 @@ def main() -> None:
     size = TINY if arguments.tiny or not gpu else DEEPSEEK_V3
     options = Options(
         size=replace(size, prompt=arguments.prompt or size.prompt),
+        num_ranks=arguments.ranks,
         num_moe_layers=arguments.layers,
         repeats=arguments.repeats,
         gpu=gpu,
@@ -346,7 +349,7 @@ def main() -> None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
-    run_ranks(measure, WORLD_SIZE, options, timeout_s=600, on_report=report)
+    run_ranks(measure, options.num_ranks, options, timeout_s=600, on_report=report)
 
 
 if __name__ == "__main__":
