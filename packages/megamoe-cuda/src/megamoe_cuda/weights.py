@@ -63,16 +63,17 @@ def prepare(weights: ExpertWeights, problem: MoEProblem, device: torch.device) -
 
 def _laid_out(weights: ExpertWeights, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights.tensors():
-        if name in _W13_ROWS:
-            yield name, INTERLEAVED_8.apply(_packed_rows(tensor.to(device), weights)).contiguous()
-            continue
-        # A copy: experts may be moved in place, and that must not reach the checkpoint's tensors.
-        copy = tensor.to(device, copy=True, memory_format=torch.contiguous_format)
-        if name == "w2_weight":
-            copy = _padded(copy, 2, BLOCK_K)
-        elif name == "w2_bias":
-            copy = _padded(copy, 1, BLOCK_N)
-        yield name, copy
+        yield name, _laid_out_tensor(name, tensor, weights, device)
+
+
+def _laid_out_tensor(name: str, tensor: Tensor, weights: ExpertWeights, device: torch.device) -> Tensor:
+    if name in _W13_ROWS:
+        return INTERLEAVED_8.apply(_packed_rows(tensor.to(device), weights)).contiguous()
+    # A copy: experts may be moved in place, and that must not reach the checkpoint's tensors.
+    copy = tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+    if name == "w2_weight":
+        return _padded(copy, 2, BLOCK_K)
+    return _padded(copy, 1, BLOCK_N) if name == "w2_bias" else copy
 
 
 def _packed(weights: Mxfp4Weights, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -89,9 +90,9 @@ def _packed(weights: Mxfp4Weights, device: torch.device) -> Iterator[tuple[str, 
         ]
         yield name, torch.stack([stages for stages, _ in experts])
         yield f"{name}_scale", torch.stack([base for _, base in experts])
-    for name, bias in _laid_out(weights, device):
+    for name, tensor in weights.tensors():
         if name.endswith("_bias"):
-            yield name, bias
+            yield name, _laid_out_tensor(name, tensor, weights, device)
 
 
 def _packed_expert(codes: Tensor, scales: Tensor, what: str) -> tuple[Tensor, Tensor]:
