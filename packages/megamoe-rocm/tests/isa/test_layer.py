@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from megamoe_rocm.aot import Expectation, check
-from megamoe_rocm.isa import DeadlockError, ExecutionFault, Program
-from megamoe_rocm.isa.mutation import KINDS, delete_each, explain, sites
+from megamoe_rocm.isa import DeadlockError, ExecutionFault
 
 pytestmark = pytest.mark.usefixtures("toolchain")
 
@@ -28,17 +24,6 @@ def shared_programs():
     from megamoe_rocm.isa.device import Programs
 
     return Programs()
-
-
-@pytest.fixture(scope="module")
-def layers(toolchain: None) -> ModuleType:
-    """The layer of the checks in Triton's interpreter: `harness.py` beside them."""
-    path = Path(__file__).parents[1] / "kernels/interpreted/harness.py"
-    spec = importlib.util.spec_from_file_location("interpreted_harness", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def emulated(layers: ModuleType, *, seed: int, programs=None, resident: int | None = None, **changes):
@@ -155,32 +140,6 @@ def test_a_session(layers: ModuleType) -> None:
             for out, expected in zip(outs, layers.staged(problem, *given, weights).outputs, strict=True):
                 assert len(expected) == 0 or layers.rel_l2(out, expected) < BOUND
         assert session.stored_bytes[0, 1] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["gemm2_p2p"])
-def test_deletions_in_the_layer(layers: ModuleType, kernel: str) -> None:
-    """Instructions of one kernel deleted one at a time, the whole layer run without each."""
-    sizes = {"hidden_size": 768, "intermediate_size": 768}  # three steps along K: the main loops loop
-    layer, device = emulated(layers, seed=0, **sizes)
-    assert run_calls(layers, layer, device, [(24, 9)])
-    (program,) = (item for item in shared_programs().loaded() if item.code.name == kernel and _is_plain(item))
-
-    def subject(mutant: Program, seed: int) -> bool:
-        layer, device = emulated(layers, seed=seed, programs=shared_programs().with_other(program, mutant), **sizes)
-        # Twice what a right call takes: what never ends is found soon.
-        return run_calls(layers, layer, device, [(24, 9)], max_steps=600_000)
-
-    chosen = sites(program, kinds=KINDS, sample=30, seed=1)
-    report = delete_each(program, subject, chosen, seeds=(0, 1), reasons=explain(program))
-    print(report.table())
-    assert report.share_noticed >= 0.6
-
-
-def _is_plain(program: Program) -> bool:
-    constants = program.code.build["constants"]
-    plain = {"FP4": True, "FP8_TRANSPORT": False, "HAS_BIAS": False, "OAI": False}
-    return all(constants.get(name, value) == value for name, value in plain.items())
 
 
 def test_a_kernel_without_its_flag_is_a_deadlock_or_a_time_out(layers: ModuleType) -> None:

@@ -86,7 +86,13 @@ class Device:
             num_bytes: its size.
             arrays: its arrays; bytes between them can't be used by kernels.
         """
-        data = host_memory.allocate(num_bytes)
+        tensor = torch.from_numpy(host_memory.allocate(num_bytes))
+        self.adopt(tensor, rank=rank, arrays=arrays)
+        return tensor
+
+    def adopt(self, workspace: Tensor, *, rank: int, arrays: Iterable[Array]) -> None:
+        """Map the workspace of a rank, made by `workspace` of another device, for all ranks."""
+        data: NDArray[np.uint8] = workspace.numpy()
         address = data.ctypes.data
         everyone = frozenset(range(self.machine.num_ranks))
         for item in arrays:
@@ -100,9 +106,7 @@ class Device:
                     ranks=everyone,
                     address=address + item.offset,
                 )
-        tensor = torch.from_numpy(data)
-        self._addresses[address] = (address, tensor)
-        return tensor
+        self._addresses[address] = (address, workspace)
 
     def launch(self, launch: Launch, *, rank: int) -> None:
         """Queue one launch behind the rank's earlier ones."""

@@ -19,6 +19,7 @@ from megamoe_rocm.isa.program import Program
 # Runs a program with a seed: whether its results are right.
 Subject = Callable[[Program, int], bool]
 
+SURVIVED, NOT_EXECUTED = "survived", "not executed"
 KINDS = ("mfma", "load", "lds", "wait", "barrier", "fence")
 
 
@@ -55,7 +56,7 @@ class Outcome:
     @property
     def noticed(self) -> bool:
         """Whether the deletion showed."""
-        return self.how not in ("survived", "not executed")
+        return self.how not in (SURVIVED, NOT_EXECUTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,14 @@ class Report:
     outcomes: tuple[Outcome, ...] = field(repr=False)
 
     @property
+    def executed(self) -> tuple[Outcome, ...]:
+        """Deletions of instructions that were executed."""
+        return tuple(outcome for outcome in self.outcomes if outcome.how != NOT_EXECUTED)
+
+    @property
     def survivors(self) -> tuple[Outcome, ...]:
-        """Deletions that did not show."""
-        return tuple(outcome for outcome in self.outcomes if not outcome.noticed)
+        """Those of them that did not show."""
+        return tuple(outcome for outcome in self.executed if not outcome.noticed)
 
     @property
     def unexplained(self) -> tuple[Outcome, ...]:
@@ -77,17 +83,20 @@ class Report:
 
     @property
     def share_noticed(self) -> float:
-        """Noticed deletions among all."""
-        return 1 - len(self.survivors) / len(self.outcomes)
+        """Noticed deletions among those of executed instructions."""
+        return 1 - len(self.survivors) / len(self.executed)
 
     def table(self) -> str:
         """Noticed of all by kind, then every survivor."""
-        lines = [f"{self.kernel}: {self.share_noticed:.1%} of {len(self.outcomes)} deletions noticed"]
+        idle = len(self.outcomes) - len(self.executed)
+        lines = [
+            f"{self.kernel}: {self.share_noticed:.1%} of {len(self.executed)} deletions noticed; {idle} not executed"
+        ]
         for kind in KINDS:
-            of_kind = [outcome for outcome in self.outcomes if outcome.kind == kind]
+            of_kind = [outcome for outcome in self.executed if outcome.kind == kind]
             if of_kind:
                 lines.append(f"  {kind}: {sum(outcome.noticed for outcome in of_kind)} of {len(of_kind)}")
-        lines += [f"  {item.how}: {item.instruction} ({item.reason or 'no reason given'})" for item in self.survivors]
+        lines += [f"  survived: {item.instruction} ({item.reason or 'no reason given'})" for item in self.survivors]
         return "\n".join(lines)
 
 
@@ -151,7 +160,7 @@ def _try(program: Program, subject: Subject, index: int, seeds: Sequence[int]) -
             return f"fault: {fault.message}"
         except DeadlockError:
             return "deadlock"
-    return "survived" if reached() else "not executed"
+    return SURVIVED if reached() else NOT_EXECUTED
 
 
 TWIN_BARRIER = "equivalent: another barrier, with no access to memory or LDS between the two"
