@@ -39,6 +39,39 @@ def validate_command(
         raise typer.Exit(1)
 
 
+@app.command("compile")
+def compile_command(
+    output: Annotated[
+        Path | None, typer.Option(help="folder; by default the one in this package, which its wheel takes along")
+    ] = None,
+) -> None:
+    """Compile every kernel of the standard configurations for gfx950, without a GPU, and hold each to its promises."""
+    from megamoe_rocm.aot import CodeObject, Expectation, check
+    from megamoe_rocm.code_store import PACKAGED, build
+    from megamoe_rocm.standard import standard_launches
+
+    def tell(key: str, code: CodeObject) -> None:
+        check(code, Expectation())  # no spills, no scratch, LDS that fits
+        used = code.resources
+        typer.echo(
+            f"{key}: {len(code.hsaco)} bytes, {used.num_vgprs} VGPRs, {used.num_sgprs} SGPRs, "
+            f"{used.lds_bytes} bytes of LDS, {code.occupancy.workgroups_per_cu} workgroups a CU"
+        )
+
+    folder = output or PACKAGED
+    store = build(folder, (launch for _, launch in standard_launches()), on_code=tell)
+    typer.echo(f"{len(store.hashes)} code objects in {folder}")
+
+
+@app.command("model")
+def model_command() -> None:
+    """Print what calls should take on MI355Xs, by a model: nothing of it was measured. Needs Triton and LLVM."""
+    from megamoe_rocm.model.report import lines
+
+    for line in lines():
+        typer.echo(line)
+
+
 def main() -> None:
     """Entry point."""
     app()

@@ -15,10 +15,7 @@ from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
 from megamoe.symm import Group, PeerMemory
 from megamoe.symm.agreement import Ranks, agree, check_seats, exchange_seats, take_seat
 from megamoe_rocm import __version__
-from megamoe_rocm.aot.code_object import CodeObject
-from megamoe_rocm.aot.compiler import compile_kernel
-from megamoe_rocm.kernels.launch import Launch
-from megamoe_rocm.kernels.signature import options, parameters
+from megamoe_rocm.code_store import find_or_compile
 from megamoe_rocm.probe import TARGET, probe
 from megamoe_rocm.rungs import WHAT, Rung
 from megamoe_rocm.runtime.launcher import InterpretedLauncher, Launcher
@@ -86,14 +83,7 @@ def make_launcher(rung: Rung) -> Launcher:
     from megamoe_rocm.runtime.hip_runtime import HipLauncher, query
 
     _require_device(device, rung, query(device.index).target == TARGET)
-    return HipLauncher(device, compile_for_gfx950)
-
-
-def compile_for_gfx950(launch: Launch) -> CodeObject:
-    """The code object of a launch, compiled with the Triton that is installed."""
-    return compile_kernel(
-        launch.kernel, parameters=parameters(launch), constants=launch.constants, options=options(launch)
-    )
+    return HipLauncher(device, find_or_compile)
 
 
 def _require_device(device: torch.device, rung: Rung, fits: bool) -> None:

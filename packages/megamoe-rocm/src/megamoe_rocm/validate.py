@@ -179,12 +179,12 @@ def code_objects() -> dict[str, Any]:
 
 def list_code_objects() -> list[dict[str, Any]]:
     """Kernel, hash and resources of each code object, in a process in which Triton compiles."""
-    from megamoe_rocm.opening import compile_for_gfx950
+    from megamoe_rocm.code_store import find_or_compile
     from megamoe_rocm.standard import standard_launches
 
     found = []
     for name, launch in standard_launches():
-        code = compile_for_gfx950(launch)
+        code = find_or_compile(launch)
         found.append({"kernel": name, "sha256": code.sha256, **asdict(code.resources)})
     return found
 

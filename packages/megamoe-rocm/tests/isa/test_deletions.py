@@ -15,7 +15,7 @@ import pytest
 from megamoe_rocm.isa import Program
 from megamoe_rocm.isa.mutation import KINDS, Report, delete_each, explain, sites
 
-pytestmark = [pytest.mark.usefixtures("toolchain"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("toolchain"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SAMPLE = int(os.environ.get("MEGAMOE_TEST_DELETIONS", "60"))  # deletions of a kernel; docs/gfx950.md has those of 200
 STEPS_AT_MOST = 8  # times what the whole kernel takes
@@ -70,9 +70,7 @@ class Stage:
         for rank, memory in enumerate(self.layer.memory):
             memory.workspace.copy_(self.before[rank])
             device.adopt(memory.workspace, rank=rank, arrays=self.layout.arrays)
-        device.run(
-            [queue[self.at : self.at + 1] for queue in self.launches], max_steps=STEPS_AT_MOST * self.steps
-        )
+        device.run([queue[self.at : self.at + 1] for queue in self.launches], max_steps=STEPS_AT_MOST * self.steps)
         return all(memory.workspace.equal(right) for memory, right in zip(self.layer.memory, self.after, strict=True))
 
 

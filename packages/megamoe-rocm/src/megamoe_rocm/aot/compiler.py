@@ -103,7 +103,9 @@ def compile_kernel(
     source = _source(triton, kernel, parameters, constants)
     target = triton.backends.compiler.GPUTarget("hip", TARGET, WAVE_SIZE)
     try:
-        built = triton.compile(source, target=target, options=options.triton())
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.disable_line_info = True  # the same bytes wherever the source is
+            built = triton.compile(source, target=target, options=options.triton())
     except Exception as error:  # Triton raises MLIR's, Python's and its own exceptions
         raise BuildError(
             f"{kernel.__name__} does not compile for {TARGET}", got=error, hint=_constants(constants)
@@ -129,6 +131,7 @@ def import_triton() -> ModuleType:
         import triton
         import triton.backends.compiler
         import triton.compiler
+        import triton.knobs
     except ImportError as error:
         raise ToolchainError(
             "Triton is missing", expected=f"triton=={TRITON_VERSION}", hint="pip install megamoe-rocm[triton]"

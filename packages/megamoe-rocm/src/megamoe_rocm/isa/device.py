@@ -6,7 +6,7 @@ buffer an array, so that an access that leaves its array faults.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,31 +15,31 @@ from torch import Tensor
 
 from megamoe.schedule.workspace import Array
 from megamoe_rocm.aot.code_object import CodeObject
-from megamoe_rocm.aot.compiler import compile_kernel
+from megamoe_rocm.code_store import code_key, find_or_compile
 from megamoe_rocm.isa import host_memory
 from megamoe_rocm.isa.address_space import Buffer
 from megamoe_rocm.isa.errors import LaunchArgumentsError
 from megamoe_rocm.isa.machine import DEFAULT_MAX_STEPS, Machine
 from megamoe_rocm.isa.program import Argument, Program
 from megamoe_rocm.kernels.launch import Launch
-from megamoe_rocm.kernels.signature import options, parameters
 
 
 class Programs:
-    """Compiled and decoded kernels, by what they were compiled for."""
+    """Decoded kernels, by what they were compiled for.
 
-    def __init__(self) -> None:
-        self._programs: dict[object, Program] = {}
+    Args:
+        find: the code object of a launch, such as `CodeStore.find`; compiled by default.
+    """
+
+    def __init__(self, find: Callable[[Launch], CodeObject] = find_or_compile) -> None:
+        self._find = find
+        self._programs: dict[str, Program] = {}
 
     def get(self, launch: Launch) -> Program:
-        """The program of a launch, compiled for gfx950 the first time."""
-        signature = parameters(launch)
-        key = (launch.kernel, tuple(signature.items()), tuple(launch.constants.items()), launch.num_warps)
+        """The program of a launch."""
+        key = code_key(launch)
         if key not in self._programs:
-            code = compile_kernel(
-                launch.kernel, parameters=signature, constants=launch.constants, options=options(launch)
-            )
-            self._programs[key] = Program.load(code)
+            self._programs[key] = Program.load(self._find(launch))
         return self._programs[key]
 
     def loaded(self) -> tuple[Program, ...]:
@@ -48,7 +48,7 @@ class Programs:
 
     def with_other(self, program: Program, other: Program) -> Programs:
         """The same programs with one replaced, as for a run without one of its instructions."""
-        copy = Programs()
+        copy = Programs(self._find)
         copy._programs = {key: other if value is program else value for key, value in self._programs.items()}
         return copy
 

@@ -1,0 +1,110 @@
+"""Code objects ahead of time: what a folder holds is found, checked, and byte for byte what the interpreter runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("toolchain")
+
+
+@pytest.fixture(scope="module")
+def problem():
+    from megamoe.problem import MoEProblem
+
+    return MoEProblem(
+        hidden_size=512,
+        intermediate_size=256,
+        num_experts=4,
+        top_k=2,
+        num_max_tokens_per_rank=8,
+        ep_size=2,
+        quant="a4w4",
+        transport="fp8_blockwise_1x32",
+    )
+
+
+@pytest.fixture(scope="module")
+def launches(problem, toolchain: None):
+    from megamoe_rocm.standard import Collector, collect
+
+    collector = Collector()
+    collect(problem, collector, config="m32")
+    return list(collector.found.values())
+
+
+@pytest.fixture(scope="module")
+def store(launches, tmp_path_factory: pytest.TempPathFactory):
+    from megamoe_rocm.code_store import build
+
+    return build(tmp_path_factory.mktemp("code"), launches)
+
+
+def test_a_call_executes_what_the_folder_holds_and_compiling_again_gives_the_same_bytes(
+    problem, store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter loads from the folder; so does a GPU. Nothing else is compiled."""
+    from megamoe_rocm.code_store import CodeStore, code_key, compile_launch
+    from megamoe_rocm.isa.device import Programs
+    from megamoe_rocm.isa.session import EMULATED, open_emulated
+    from megamoe_rocm.planning import make_plan
+
+    found = {}
+
+    def find(launch):
+        found[code_key(launch)] = launch
+        return CodeStore.open(store.folder).find(launch)
+
+    with open_emulated(make_plan(problem, EMULATED, config="m32"), programs=Programs(find)) as session:
+        session.warmup()
+        executed = {code.sha256 for code in session.executed()}
+    assert executed <= set(store.hashes.values())
+    assert {code.name for code in session.executed()} >= {"dispatch_gemm1", "gemm2_p2p", "combine_rows"}
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # not from Triton's cache
+    for key, launch in found.items():
+        assert compile_launch(launch).sha256 == store.hashes[key]
+
+
+def test_an_altered_file_is_refused(launches, store, tmp_path: Path) -> None:
+    from megamoe_rocm.aot import CodeObjectError
+    from megamoe_rocm.code_store import CodeStore, code_key
+
+    launch = launches[0]
+    for file in store.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    CodeStore.open(tmp_path).find(launch)
+    file = (tmp_path / code_key(launch)).with_suffix(".hsaco")
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(CodeObjectError, match="is not the"):
+        CodeStore.open(tmp_path).find(launch)
+
+
+def test_another_launch_a_missing_folder_and_other_versions_are_named(launches, store, tmp_path: Path) -> None:
+    from megamoe_rocm.aot import CodeObjectError
+    from megamoe_rocm.code_store import MANIFEST, CodeStore
+
+    launch = launches[0]
+    with pytest.raises(CodeObjectError, match="megamoe-rocm compile"):
+        store.find(replace(launch, num_warps=2))
+    with pytest.raises(CodeObjectError, match="megamoe-rocm compile"):
+        CodeStore.open(tmp_path)
+    manifest = (store.folder / MANIFEST).read_text()
+    (tmp_path / MANIFEST).write_text(manifest.replace('"triton": "', '"triton": "0'))
+    with pytest.raises(CodeObjectError, match="other versions"):
+        CodeStore.open(tmp_path)
+
+
+def test_what_a_kernel_is_compiled_for_is_in_its_key(launches) -> None:
+    from megamoe_rocm.code_store import code_key
+
+    launch = next(item for item in launches if item.kernel.__name__ == "gemm2_p2p")
+    others = [
+        replace(launch, constants={**launch.constants, "MAIN_LOOP": "portable"}),
+        replace(launch, constants={**launch.constants, "BLOCK_N": 128}),
+        replace(launch, arguments={**launch.arguments, "home_rows": torch.zeros(1, dtype=torch.int32)}),
+        replace(launch, num_warps=8),
+    ]
+    assert len({code_key(item) for item in (launch, *others)}) == 5
