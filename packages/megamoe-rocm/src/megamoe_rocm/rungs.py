@@ -43,7 +43,7 @@ PLANNED_FOR: Mapping[Rung, DeviceSpec] = {
 
 SEEN_RIGHT_ON: Mapping[Rung, str | None] = {
     Rung.GFX950: None,
-    Rung.NVIDIA: None,
+    Rung.NVIDIA: "NVIDIA H200s, 2026-11-30: the whole matrix with virtual ranks at 0e127ee, a part of it at 51852cd",
     Rung.INTERPRETER: "a CPU, 2026-11-30, layer smoke of the matrix, virtual ranks and processes",
     Rung.ISA: "a CPU, 2026-11-30, three cases of layer smoke of the matrix, and tests/isa/test_layer.py",
 }
