@@ -124,6 +124,10 @@ class KernelConfig:
             raise ConfigError("num_ranks is out of range", got=self.num_ranks, expected=f"1 to {MAX_RANKS}")
         if self.num_virtual_ranks not in (1, self.num_ranks):
             raise ConfigError("virtual ranks are all or none", got=self.num_virtual_ranks, expected=(1, self.num_ranks))
+        if self.tile.swapped_rows and (self.quant is not QuantMode.A8W8 or self.expert_bias):
+            raise ConfigError(
+                "operands are swapped in mode a8w8 without biases only", got=f"{self.quant}, biases {self.expert_bias}"
+            )
         if self.ring.block_m != self.tile.block_m or self.ring not in self.session_rings:
             raise ConfigError("the ring is not this tile's, or not the session's", got=self.ring)
 
