@@ -67,6 +67,9 @@ def test_swapped_operands_are_not_offered_where_the_kernel_has_none(change: dict
         assert name in config_names(SEED)
         with pytest.raises(ConfigError, match="no such configuration"):
             session_config(problem, name)
+        config = session_config(SEED, name)
+        with pytest.raises(ConfigError, match="operands are swapped in mode a8w8"):
+            config.kernel(problem, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class TileConfig:
 
     Attributes:
         name: what `plan(problem, config=...)` calls it.
-        block_m: rows of a tile: 64 or 128.
+        block_m: rows of a tile: 64 or 128; fewer where all of its blocks have swapped operands.
         num_stages: shared-memory stages of 128 of K.
         swapped_rows: blocks of up to so many rows are multiplied with swapped operands: the weights are the wide one,
             and rows are not padded to 64.
