@@ -33,14 +33,16 @@ TILES = {tile.name: tile for tile in (N32, M64, M128, M128N64)}
 MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64.name: inf}
 """Mean rows per expert up to which a tile is used. Seed's shape on an H200, 2026-11-30, us (docs/performance-log.md):
 
-    rows   2  n32 203  m64 210                      with swapped operands no padding is read
-    rows  32  m64 231  m128n64 237  m128 247
-    rows  64  m128 255  m128n64 263  m64 280        m64 cuts half of the experts into two blocks
+    rows   2  n32 198  m128n64 200  m64 204  m128 215     with swapped operands no padding is read
+    rows   8  n32 217  m128n64 220  m64 225  m128 233
+    rows  32  m64 231  m128n64 235  m128 241  n32 269     n32 cuts half of the experts into two blocks
+    rows  64  m128 254  m128n64 261  m64 279              and m64 here
     rows 128  m128 330  m128n64 331
-    rows 256  m128n64 503  m128 524                 the last block of an expert holds few rows
+    rows 256  m128n64 486  m128 501  m64 580              the last block of an expert holds few rows
     rows 512  m128n64 921  m128 930
 
-Up to 50 rows nearly all experts fit a block of 64 (50 and twice its root are 64)."""
+Up to 50 rows nearly all experts fit a block of 64 (50 and twice its root are 64). Between 8 and 32 rows
+none was compared."""
 
 LEAST_PULLED_ROWS = 2
 """Rows on their way to the pool, in a CTA. In mode bf16 a row takes 2 H bytes of shared memory, in mode a8w4 converted
