@@ -229,9 +229,9 @@ def test_virtual_ranks_take_lists() -> None:
 @pytest.mark.parametrize(
     "fields, reason",
     [
-        ({"quant": "a8w8", "hidden_size": 192}, "hidden_size 192"),
-        ({"quant": "a8w8", "intermediate_size": 64}, "intermediate_size 64"),
-        ({"quant": "a4w4", "hidden_size": 48}, "hidden_size 48"),
+        ({"quant": "a8w8", "hidden_size": 192}, "hidden_size is 192"),
+        ({"quant": "a8w8", "intermediate_size": 64}, "intermediate_size is 64"),
+        ({"quant": "a4w4", "hidden_size": 48}, "hidden_size is 48"),
         ({"transport": "fp8_blockwise_1x32", "hidden_size": 40}, "hidden_size 40"),
     ],
     ids=str,
