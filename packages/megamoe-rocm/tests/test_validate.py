@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,32 @@ def test_what_this_machine_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(StepFailedError, match="no_device") as raised:
         module.machine()
     assert raised.value.details["versions"]["megamoe-rocm"]
+
+
+@pytest.mark.usefixtures("toolchain")
+def test_packaged_code_objects_are_compared_with_what_compiles_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megamoe_rocm import code_store, standard
+
+    name, launch = next(each for each in standard.standard_launches() if each[0].startswith("copy_input"))
+    monkeypatch.setattr(standard, "standard_launches", lambda: iter([(name, launch)]))
+    open_packaged = code_store.CodeStore.open
+    monkeypatch.setattr(code_store.CodeStore, "open", lambda: open_packaged(tmp_path))
+    (alone,) = module.list_code_objects()
+    assert (alone["kernel"], alone["reproduced"]) == (name, None)
+    code_store.build(tmp_path, [launch])
+    (same,) = module.list_code_objects()
+    assert (same["sha256"], same["reproduced"]) == (alone["sha256"], True)
+
+
+def test_code_objects_that_are_not_as_packaged_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {"kernel": "k", "sha256": "0", "vgpr_spills": 0, "scratch_bytes": 0, "lds_bytes": 0}
+    for reproduced in (True, None, False):
+        done = subprocess.CompletedProcess([], 0, stdout=json.dumps([{**listed, "reproduced": reproduced}]), stderr="")
+        monkeypatch.setattr(module.subprocess, "run", lambda *_, done=done, **__: done)
+        if reproduced is False:
+            with pytest.raises(StepFailedError, match="not as packaged"):
+                module.code_objects()
+        else:
+            assert len(module.code_objects()["kernels"]) == 1

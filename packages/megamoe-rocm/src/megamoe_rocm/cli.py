@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,8 @@ def validate_command(
         raise typer.BadParameter(f"{device} is none of {', '.join(Rung)}", param_hint="--device")
     # Before anything of Triton is imported; the processes of a step are to see it too.
     env.set_rocm_device(device)
+    if device == Rung.INTERPRETER:
+        os.environ["TRITON_INTERPRET"] = "1"
     from megamoe_rocm.validate import Step, validate
 
     def tell(step: Step) -> None:

@@ -1,7 +1,8 @@
 """`megamoe-rocm validate`: what an owner of a gfx950 runs once to know whether everything works on it.
 
     machine       the GPU, its runtime and libraries
-    code objects  every kernel of every configuration: compiled or found, and its registers, spills, scratch and LDS
+    code objects  every kernel of every configuration: compiled, compared with the packaged one where there is one, and
+                  its registers, spills, scratch and LDS
     matrix        the conformance matrix of a4w4 and a8w4 with virtual ranks, and over processes where there are GPUs
     bench         suite `seed-gfx950`
 
@@ -170,22 +171,40 @@ def code_objects() -> dict[str, Any]:
     bad = [
         each["kernel"]
         for each in found
-        if each["vgpr_spills"] or each["scratch_bytes"] or each["lds_bytes"] > LDS_BYTES
+        if each["vgpr_spills"] or each["scratch_bytes"] or each["lds_bytes"] > LDS_BYTES or each["reproduced"] is False
     ]
     if bad:
-        raise StepFailedError(f"{len(bad)} kernels spill or take too much LDS: {bad}", {"kernels": found})
+        raise StepFailedError(
+            f"{len(bad)} kernels spill, take too much LDS, or are not as packaged: {bad}", {"kernels": found}
+        )
     return {"kernels": found}
 
 
 def list_code_objects() -> list[dict[str, Any]]:
-    """Kernel, hash and resources of each code object, in a process in which Triton compiles."""
-    from megamoe_rocm.code_store import find_or_compile
+    """Kernel, hash and resources of each code object, in a process in which Triton compiles.
+
+    `reproduced` says whether compiling it here gives the packaged bytes; None where one of the two is not there.
+    """
+    from megamoe_rocm.aot.errors import CodeObjectError, ToolchainError
+    from megamoe_rocm.code_store import CodeStore, compile_launch
     from megamoe_rocm.standard import standard_launches
 
     found = []
     for name, launch in standard_launches():
-        code = find_or_compile(launch)
-        found.append({"kernel": name, "sha256": code.sha256, **asdict(code.resources)})
+        try:
+            packaged = CodeStore.open().find(launch)
+        except CodeObjectError:  # no folder, or not in it
+            packaged = None
+        try:
+            compiled = compile_launch(launch)
+        except ToolchainError:
+            if packaged is None:
+                raise
+            compiled = None
+        code = packaged or compiled
+        assert code is not None
+        reproduced = packaged.sha256 == compiled.sha256 if packaged is not None and compiled is not None else None
+        found.append({"kernel": name, "sha256": code.sha256, "reproduced": reproduced, **asdict(code.resources)})
     return found
 
 

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megamoe_rocm.code_store import find_or_compile
 from megamoe_rocm.kernels.launch import Launch
-from megamoe_rocm.opening import compile_for_gfx950
 from megamoe_rocm.runtime.hip_runtime import HipLauncher, query
 
 X = torch.zeros(4, dtype=torch.uint8)
@@ -28,8 +28,8 @@ def main() -> None:
         constants={"SIZE": 256},
         num_warps=2,
     )
-    code = compile_for_gfx950(launch)
-    launcher = HipLauncher(torch.device("cpu"), compile_for_gfx950)
+    code = find_or_compile(launch)
+    launcher = HipLauncher(torch.device("cpu"), find_or_compile)
     launcher._queue(launcher._load(code), launch, 0xABC0)
     print(X.data_ptr(), code.lds_bytes, [(item.name, item.offset) for item in code.arguments])
 
