@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megamoe.problem import MoEProblem
-from megamoe_rocm.aot import CodeObject, Expectation, Instruction, check, compile_kernel, main_loop
+from megamoe_rocm.aot import CodeObject, Expectation, Instruction, check, compile_kernel, main_loop, peer_stores
 from megamoe_rocm.aot.inspection import is_scaled_mfma
 from megamoe_rocm.heuristics import SCALE_BLOCK_COLUMNS, TileConfig, buckets, config_of
 from megamoe_rocm.kernels.launch import GFX950, CallTensors, Launch, MainLoop, RankCall, Target, stage1_parameters
@@ -115,16 +115,19 @@ def test_stage_1(tile: str, quant: str, transport: str) -> None:
 def test_stage_2(tile: str, quant: str, transport: str) -> None:
     """As stage 1. Rows go past the caches to their home rank; arrivals and rank_finished are releases.
 
-    Of a row's 4 neighbouring values that a lane has, bf16 is one store of 8 bytes, FP8 one of 4; and FP8 has a scale
-    for each 32 columns, of which a lane has 8.
+    Of a row's 4 neighbouring values that a lane has, bf16 is one store of 8 bytes, FP8 one of 4; and FP8 has two scales
+    for each 64 columns, of which a lane has 16. Stores of rows do not wait for each other.
     """
     config = TILES[tile]
     code = compiled(tile, quant, transport, "gemm2_p2p")
     rows, columns = config.gemm2_block_m, config.gemm2_block_n
     values = rows * columns // (64 * config.num_warps)
-    num_stores = values // 4 + (values // 8 if transport != "bf16" else 0)
+    num_stores = values // 4 + (values // 16 if transport != "bf16" else 0)
     check(code, replace(of_tile(rows, columns, config), peer_stores=num_stores, releases=2, acquires=1))
     require_main_loop(code, rows, columns, config, fp4=quant == "a4w4")
+    stores = [at for at, item in enumerate(code.instructions) if item in peer_stores(code.instructions)]
+    waits = [at for at in range(stores[0], stores[values // 4 - 1]) if code.instructions[at].mnemonic == "s_waitcnt"]
+    assert not waits
 
 
 def of_tile(rows: int, columns: int, config: TileConfig) -> Expectation:

@@ -10,6 +10,7 @@ from megamoe_rocm.kernels.axes import columns_like, rows_like
 from megamoe_rocm.kernels.flags import arrive, call_epoch, publish
 from megamoe_rocm.kernels.main_loop import multiply
 from megamoe_rocm.kernels.numerics import bf16_bits, join_columns, quantize_blocks
+from megamoe_rocm.kernels.stores import drain, store_through
 from megamoe_rocm.kernels.units import take_ticket
 
 
@@ -34,20 +35,21 @@ def send_rows(
         row = rows_like(words, BLOCK_M)
         home_row = tl.load(home_rows + row, mask=row < num_rows, other=0)
         word = first_column // 4 + columns_like(words, BLOCK_N // 4)
-        target = home_row.to(tl.pointer_type(tl.int32)) + word
-        tl.store(target, words, mask=row < num_rows, cache_modifier=".wt")
-        row = rows_like(scales, BLOCK_M)
-        home_row = tl.load(home_rows + row, mask=row < num_rows, other=0)
-        block = first_column // 32 + columns_like(scales, BLOCK_N // 32)
-        target = home_row.to(tl.pointer_type(tl.uint8)) + hidden_size + block
-        tl.store(target, scales, mask=row < num_rows, cache_modifier=".wt")
+        store_through(home_row.to(tl.pointer_type(tl.int32)) + word, words, row < num_rows, 4)
+        pairs = join_columns(scales.to(tl.int32), BLOCK_M, BLOCK_N // 32, 8)
+        row = rows_like(pairs, BLOCK_M)
+        home_row = tl.load(home_rows + row, mask=row < num_rows, other=0) + hidden_size
+        pair = first_column // 64 + columns_like(pairs, BLOCK_N // 64)
+        target = home_row.to(tl.pointer_type(tl.int16)) + pair
+        tl.store(target, pairs.to(tl.int16), mask=row < num_rows, cache_modifier=".wt")
     else:
         words = join_columns(bf16_bits(rows).to(tl.int32), BLOCK_M, BLOCK_N, 16)
-        row = rows_like(words, BLOCK_M)
+        low, high = tl.split(tl.reshape(words, [BLOCK_M, BLOCK_N // 4, 2]))
+        values = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+        row = rows_like(values, BLOCK_M)
         home_row = tl.load(home_rows + row, mask=row < num_rows, other=0)
-        word = tl.multiple_of(first_column // 2, 16) + columns_like(words, BLOCK_N // 2)
-        target = tl.multiple_of(home_row.to(tl.pointer_type(tl.int32)), [16, 16]) + word  # 8 bytes a lane
-        tl.store(target, words, mask=row < num_rows, cache_modifier=".wt")
+        target = home_row.to(tl.pointer_type(tl.int64)) + (first_column // 4 + columns_like(values, BLOCK_N // 4))
+        store_through(target, values, row < num_rows, 8)
 
 
 @triton.jit
@@ -155,6 +157,7 @@ def gemm2_p2p(
                 )
 
     if is_last != 0:
+        drain(WAVES)
         before = arrive(counters + join, 1, WAVES, "sys", LANES)
         if (before == WAVES * tl.num_programs(0) - 1) & (tl.load(status, volatile=True) == 0):
             publish(peers, rank, ep_size, finished_offset, call, RANKS)
