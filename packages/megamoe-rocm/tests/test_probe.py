@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +87,10 @@ def test_amd_mori_without_rocm_raises_oserror_and_that_is_not_a_crash(
     (tmp_path / "mori/__init__.py").write_text("")
     (tmp_path / "mori/shmem.py").write_text("import ctypes\nctypes.CDLL('libno_such_rocm_library.so')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert library_failures()[MORI].startswith("OSError")
+    try:
+        assert library_failures()[MORI].startswith("OSError")
+    finally:
+        sys.modules.pop("mori", None)
 
 
 def test_stand_ins_say_what_they_lack() -> None:
