@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict, VirtualRanks
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
+from megamoe.opening import ranks_of, require_paths
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200, DeviceSpec
 from megamoe.symm import Group, PeerMemory
-from megamoe.symm.agreement import ProcessGroupRanks, Ranks, agree, check_seats, exchange_seats, take_seat
+from megamoe.symm.agreement import Ranks, agree
 from megamoe.symm.torch_symm import TorchSymmGroup
 from megamoe_cuda import __version__, symm_nvshmem
 from megamoe_cuda.heuristics import SessionConfig, config_names, session_config
@@ -135,7 +134,7 @@ class CudaBackend(Backend):
                 memory is shared.
         """
         timeout_s = env.timeout_s() if timeout_s is None else timeout_s
-        ranks = _ranks_of(group, plan)
+        ranks = ranks_of(group, plan, self.name, SessionConfig)
         if workspace is not None and ranks is not None:
             raise ConfigError(
                 "a workspace that peers share can't be handed in", hint="leave workspace=None; plan.bytes says its size"
@@ -143,7 +142,7 @@ class CudaBackend(Backend):
         size = plan.problem.ep_size
         device = agree(ranks, "look at the machine", lambda: _require_machine(plan, ranks is None), timeout_s=timeout_s)
         if ranks is not None:
-            _require_paths(ranks, plan, device, timeout_s)
+            require_paths(ranks, plan, device, version=__version__, timeout_s=timeout_s)
         provider = _provider(group, ranks, device, timeout_s)
         virtual = isinstance(group, VirtualRanks)
 
@@ -162,33 +161,6 @@ class CudaBackend(Backend):
             session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
             session.start()
         return session
-
-
-def _ranks_of(group: Any, plan: Plan) -> Ranks | None:
-    """The ranks to meet; None where this process has all of them.
-
-    Raises:
-        ConfigError: another backend's plan, no group, or one of the wrong size. The same on every rank, so none waits.
-    """
-    ep_size = plan.problem.ep_size
-    if plan.backend != CudaBackend.name or not isinstance(plan.config, SessionConfig):
-        raise ConfigError("this plan is another backend's", got=plan.backend, expected=CudaBackend.name)
-    if isinstance(group, VirtualRanks) or (group is None and ep_size == 1):
-        return None
-    if group is None:
-        raise ConfigError("no group", expected=f"{ep_size} ranks", hint="pass a process group, or VirtualRanks()")
-    if not isinstance(group, Group | dist.ProcessGroup):
-        raise ConfigError(
-            "not a group of ranks",
-            got=type(group).__name__,
-            expected="ProcessGroup, megamoe.symm.Group or VirtualRanks",
-        )
-    ranks: Ranks = group if isinstance(group, Group) else ProcessGroupRanks(group)
-    if ranks.size != ep_size:
-        raise ConfigError(
-            "the group's size is not the plan's", got=f"{ranks.size} ranks", expected=f"ep_size = {ep_size}"
-        )
-    return ranks
 
 
 def _provider(group: Any, ranks: Ranks | None, device: torch.device, timeout_s: float) -> Group | None:
@@ -230,31 +202,6 @@ def _require_machine(plan: Plan, alone: bool) -> torch.device:
             "more virtual ranks than SMs", got=plan.problem.ep_size, expected=f"at most {plan.device.num_sms}"
         )
     return device
-
-
-def _require_paths(ranks: Ranks, plan: Plan, device: torch.device, timeout_s: float) -> None:
-    """COLLECTIVE. Raise on every rank unless all opened this plan on GPUs that can address each other."""
-    seat = take_seat(_gpu_id(device), hashlib.sha256(f"{__version__} {plan!r}".encode()).hexdigest())
-    seats = exchange_seats(ranks, seat, timeout_s=timeout_s)
-    agree(
-        ranks,
-        "find its peers",
-        lambda: check_seats(seats, ranks.rank, lambda gpu: _can_access(device, gpu)),
-        timeout_s=timeout_s,
-    )
-
-
-def _gpu_id(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _can_access(device: torch.device, gpu: str) -> bool | None:
-    """Whether `device` can address the memory of the GPU with uuid `gpu`; None where this process does not see it."""
-    for index in range(torch.cuda.device_count()):
-        peer = torch.device("cuda", index)
-        if _gpu_id(peer) == gpu:
-            return bool(torch.cuda.can_device_access_peer(device, peer))
-    return None
 
 
 def _allocate(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict, VirtualRanks
+from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict
 from megamoe.errors import ConfigError
+from megamoe.opening import ranks_of
 from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import DeviceSpec
-from megamoe.symm import Group
-from megamoe.symm.agreement import ProcessGroupRanks, Ranks
 from megamoe_rocm import __version__, planning, rungs
 from megamoe_rocm.heuristics import SessionConfig, config_names
 from megamoe_rocm.probe import probe
@@ -75,34 +73,7 @@ class RocmBackend(Backend):
         if workspace is not None:
             raise ConfigError("backend rocm takes no workspace", hint="leave workspace=None; plan.bytes says its size")
         timeout_s = env.timeout_s() if timeout_s is None else timeout_s
-        ranks = _ranks_of(group, plan)
+        ranks = ranks_of(group, plan, self.name, SessionConfig)
         from megamoe_rocm.opening import open_session  # needs Triton, which planning does not
 
         return open_session(plan, group, ranks, rung=rungs.current(), timeout_s=timeout_s)
-
-
-def _ranks_of(group: Any, plan: Plan) -> Ranks | None:
-    """The ranks to meet; None where this process has all of them.
-
-    Raises:
-        ConfigError: another backend's plan, no group, or one of the wrong size. The same on every rank, so none waits.
-    """
-    ep_size = plan.problem.ep_size
-    if plan.backend != RocmBackend.name or not isinstance(plan.config, SessionConfig):
-        raise ConfigError("this plan is another backend's", got=plan.backend, expected=RocmBackend.name)
-    if isinstance(group, VirtualRanks) or (group is None and ep_size == 1):
-        return None
-    if group is None:
-        raise ConfigError("no group", expected=f"{ep_size} ranks", hint="pass a process group, or VirtualRanks()")
-    if not isinstance(group, Group | dist.ProcessGroup):
-        raise ConfigError(
-            "not a group of ranks",
-            got=type(group).__name__,
-            expected="ProcessGroup, megamoe.symm.Group or VirtualRanks",
-        )
-    ranks: Ranks = group if isinstance(group, Group) else ProcessGroupRanks(group)
-    if ranks.size != ep_size:
-        raise ConfigError(
-            "the group's size is not the plan's", got=f"{ranks.size} ranks", expected=f"ep_size = {ep_size}"
-        )
-    return ranks

@@ -5,15 +5,15 @@ What a rung brings is a launcher, and symmetric memory for the process group of 
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 
 from megamoe.backend import Plan, VirtualRanks
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
+from megamoe.opening import require_paths
 from megamoe.symm import Group, PeerMemory
-from megamoe.symm.agreement import Ranks, agree, check_seats, exchange_seats, take_seat
+from megamoe.symm.agreement import Ranks, agree
 from megamoe_rocm import __version__
 from megamoe_rocm.code_store import find_or_compile
 from megamoe_rocm.probe import TARGET, probe
@@ -42,7 +42,7 @@ def open_session(plan: Plan, group: Any, ranks: Ranks | None, *, rung: Rung, tim
         return _open_emulated(plan, ranks, timeout_s)
     launcher = agree(ranks, "look at the machine", lambda: make_launcher(rung), timeout_s=timeout_s)
     if ranks is not None and launcher.device.type == "cuda":
-        _require_paths(ranks, plan, launcher.device, timeout_s)
+        require_paths(ranks, plan, launcher.device, version=__version__, timeout_s=timeout_s)
     provider = _provider(group, ranks, plan, launcher.device, rung, timeout_s)
     virtual = isinstance(group, VirtualRanks)
 
@@ -123,31 +123,6 @@ def _provider(
     from megamoe.symm.shm import connect_process_group
 
     return connect_process_group(group, timeout_s=timeout_s)
-
-
-def _require_paths(ranks: Ranks, plan: Plan, device: torch.device, timeout_s: float) -> None:
-    """COLLECTIVE. Raise on every rank unless all opened this plan on GPUs that can address each other."""
-    seat = take_seat(_gpu_id(device), hashlib.sha256(f"{__version__} {plan!r}".encode()).hexdigest())
-    seats = exchange_seats(ranks, seat, timeout_s=timeout_s)
-    agree(
-        ranks,
-        "find its peers",
-        lambda: check_seats(seats, ranks.rank, lambda gpu: _can_access(device, gpu)),
-        timeout_s=timeout_s,
-    )
-
-
-def _gpu_id(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _can_access(device: torch.device, gpu: str) -> bool | None:
-    """Whether `device` can address the memory of the GPU with uuid `gpu`; None where this process does not see it."""
-    for index in range(torch.cuda.device_count()):
-        peer = torch.device("cuda", index)
-        if _gpu_id(peer) == gpu:
-            return bool(torch.cuda.can_device_access_peer(device, peer))
-    return None
 
 
 def _allocate(group: Group | None, size: int, num_bytes: int, device: torch.device, timeout_s: float) -> PeerMemory:

@@ -1,0 +1,84 @@
+"""What every backend on GPUs does before it opens a session: who meets, and whether their GPUs reach each other."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamoe.backend import Plan, VirtualRanks
+from megamoe.errors import ConfigError
+from megamoe.symm import Group
+from megamoe.symm.agreement import ProcessGroupRanks, Ranks, agree, check_seats, exchange_seats, take_seat
+
+
+def ranks_of(group: Any, plan: Plan, backend: str, config_type: type) -> Ranks | None:
+    """The ranks to meet; None where this process has all of them.
+
+    Args:
+        group: what `Backend.open` was given.
+        plan: what it is to open.
+        backend: name of the backend that opens it.
+        config_type: of that backend's configurations.
+
+    Raises:
+        ConfigError: another backend's plan, no group, or one of the wrong size. The same on every rank, so none waits.
+    """
+    ep_size = plan.problem.ep_size
+    if plan.backend != backend or not isinstance(plan.config, config_type):
+        raise ConfigError("this plan is another backend's", got=plan.backend, expected=backend)
+    if isinstance(group, VirtualRanks) or (group is None and ep_size == 1):
+        return None
+    if group is None:
+        raise ConfigError("no group", expected=f"{ep_size} ranks", hint="pass a process group, or VirtualRanks()")
+    if not isinstance(group, Group | dist.ProcessGroup):
+        raise ConfigError(
+            "not a group of ranks",
+            got=type(group).__name__,
+            expected="ProcessGroup, megamoe.symm.Group or VirtualRanks",
+        )
+    ranks: Ranks = group if isinstance(group, Group) else ProcessGroupRanks(group)
+    if ranks.size != ep_size:
+        raise ConfigError(
+            "the group's size is not the plan's", got=f"{ranks.size} ranks", expected=f"ep_size = {ep_size}"
+        )
+    return ranks
+
+
+def require_paths(ranks: Ranks, plan: Plan, device: torch.device, *, version: str, timeout_s: float) -> None:
+    """COLLECTIVE. Raise on every rank unless all opened this plan on GPUs that can address each other.
+
+    Args:
+        ranks: all of them.
+        plan: this rank's.
+        device: this rank's GPU.
+        version: of the backend's package; ranks of different versions do not work together.
+        timeout_s: seconds to wait for the others.
+
+    Raises:
+        ConfigError: plans or versions differ, or two ranks share a GPU.
+        BackendUnavailableError: no peer-to-peer path between two of them.
+    """
+    seat = take_seat(_gpu_id(device), hashlib.sha256(f"{version} {plan!r}".encode()).hexdigest())
+    seats = exchange_seats(ranks, seat, timeout_s=timeout_s)
+    agree(
+        ranks,
+        "find its peers",
+        lambda: check_seats(seats, ranks.rank, lambda gpu: _can_access(device, gpu)),
+        timeout_s=timeout_s,
+    )
+
+
+def _gpu_id(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _can_access(device: torch.device, gpu: str) -> bool | None:
+    """Whether `device` can address the memory of the GPU with uuid `gpu`; None where this process does not see it."""
+    for index in range(torch.cuda.device_count()):
+        peer = torch.device("cuda", index)
+        if _gpu_id(peer) == gpu:
+            return bool(torch.cuda.can_device_access_peer(device, peer))
+    return None
