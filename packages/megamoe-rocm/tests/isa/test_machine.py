@@ -257,8 +257,10 @@ def test_survivors_are_listed_with_their_reason() -> None:
     report = delete_each(redundant, subject, sites(redundant), reasons={2: "nothing is outstanding"})
     by_index = {outcome.index: outcome.how for outcome in report.outcomes}
     assert by_index == {0: "survived", 1: "survived", 2: "survived", 4: "not executed"}
-    assert [outcome.index for outcome in report.unexplained] == [0, 1, 4]
+    assert [outcome.index for outcome in report.unexplained] == [0, 1]
+    assert report.share_noticed == 0  # of the three that were executed
     assert "nothing is outstanding" in report.table()
+    assert "1 not executed" in report.table()
 
 
 def test_a_kernel_that_is_wrong_is_not_mutated() -> None:
