@@ -65,7 +65,8 @@ def test_every_error_is_in_the_catalogue(cls: type[MegaMoEError]) -> None:
     assert docstring is not None
     assert " ".join(docstring.split("\n\n")[0].split()) in said
     if cls is not MegaMoEError:
-        assert f"Is a `{cls.__mro__[1].__name__}`." in said
+        base = cls.__mro__[1].__name__
+        assert f"Is {'an' if base[0] in 'AEIOU' else 'a'} `{base}`." in said
     assert "**Do:**" in said
 
 

@@ -111,3 +111,22 @@ def test_a_meter_wants_a_number_of_calls() -> None:
         for wrong in (0, -1, 2.5, True):
             with pytest.raises(ConfigError, match="every is not a number of calls"):
                 Meter(session, every=wrong)  # type: ignore[arg-type]
+
+
+def test_a_meter_calls_routed_experts_even_beside_shared_ones() -> None:
+    """Two picks of each of six experts, and all six tokens through both shared ones."""
+    fused = SharedExperts(replace(PROBLEM, ep_size=1), num_fused_shared_experts=2, ep_rank=0)
+    ids = torch.arange(12, dtype=torch.int32).reshape(6, 2) % 6
+    x = torch.randn(6, PROBLEM.hidden_size, dtype=torch.bfloat16)
+    with BACKEND.open(BACKEND.plan(fused.problem)) as session:
+        weights = session.prepare(make_weights(fused.problem, torch.device("cpu")))
+        knows, blind = Meter(session, num_fused_shared_experts=2), Meter(session)
+        session.forward(x, *fused.picks(ids, torch.full((6, 2), 0.5)), weights)
+        for meter in (knows, blind):
+            meter.count()
+        (metrics,), (plain,) = knows.collect(), blind.collect()
+        assert metrics.rows_per_expert.tolist() == plain.rows_per_expert.tolist() == [2] * 6 + [6] * 2
+        assert (metrics.imbalance, plain.imbalance) == (1, 2)
+        for wrong in (-1, 8):
+            with pytest.raises(ConfigError, match=f"shared experts.*got {wrong}; expected 0 to 7"):
+                Meter(session, num_fused_shared_experts=wrong)

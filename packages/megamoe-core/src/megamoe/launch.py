@@ -263,7 +263,9 @@ class _Launch(Generic[T]):
     def _give_up(self, why: str) -> None:
         for rank in self.pipes.values():
             error = RankProcessError(
-                f"rank {rank} was {why}", rank=rank, hint="raise the launcher's timeout_s if it only is slow"
+                f"rank {rank} was {why}",
+                rank=rank,
+                hint="raise timeout_s (`megamoe run --time-limit`) if it only is slow",
             )
             self.outcomes.append(RankOutcome(rank=rank, error=error, stopped=True))
 

@@ -32,6 +32,7 @@ class Metrics:
         rows_per_expert: `[E_local]` int64 on the CPU, rows that each local expert received in them.
         dropped_ids: ids outside of [-1, num_experts), skipped.
         timeouts: calls that timed out.
+        num_fused_shared_experts: how many of the last local experts are shared ones, which every token picks.
     """
 
     ep_rank: int
@@ -39,11 +40,12 @@ class Metrics:
     rows_per_expert: Tensor
     dropped_ids: int
     timeouts: int
+    num_fused_shared_experts: int = 0
 
     @property
     def imbalance(self) -> float:
-        """Rows of the busiest local expert over the mean; 1 is even, 0 means that there were none."""
-        rows = self.rows_per_expert.double()
+        """Rows of the busiest routed local expert over their mean; 1 is even, 0 means that there were none."""
+        rows = self.rows_per_expert[: len(self.rows_per_expert) - self.num_fused_shared_experts].double()
         return float(rows.max() / rows.mean()) if bool(rows.any()) else 0.0
 
 
@@ -63,19 +65,33 @@ class Meter:
         session: whose calls; with virtual ranks every rank is counted.
         on_metrics: called by `count` with one `Metrics` per driven rank; it must not raise.
         every: calls between two callbacks. Calls that are captured, and replays, make none: use `collect`.
+        num_fused_shared_experts: of `SharedExperts`, if the session runs any; `Metrics.imbalance` leaves them out.
 
     Raises:
-        ConfigError: `every` is not a number of calls.
+        ConfigError: `every` is not a number of calls, or no routed expert would be left.
     """
 
     def __init__(
-        self, session: Session, on_metrics: Callable[[list[Metrics]], None] | None = None, *, every: int = 100
+        self,
+        session: Session,
+        on_metrics: Callable[[list[Metrics]], None] | None = None,
+        *,
+        every: int = 100,
+        num_fused_shared_experts: int = 0,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError("every is not a number of calls", got=repr(every), expected="an int >= 1")
+        num_local_experts = session.plan.problem.num_local_experts
+        if not 0 <= num_fused_shared_experts < num_local_experts:
+            raise ConfigError(
+                "not a number of shared experts among a rank's experts",
+                got=num_fused_shared_experts,
+                expected=f"0 to {num_local_experts - 1}",
+            )
         self._session = session
         self._on_metrics = on_metrics
         self._every = every
+        self._num_fused_shared_experts = num_fused_shared_experts
         self._since_callback = 0
         with torch.inference_mode(False):  # so that they can be added to in any mode
             self._tallies = [
@@ -106,6 +122,7 @@ class Meter:
                     rows_per_expert=tally.rows.to("cpu", copy=True),
                     dropped_ids=stats.dropped_ids - tally.before.dropped_ids,
                     timeouts=stats.timeouts - tally.before.timeouts,
+                    num_fused_shared_experts=self._num_fused_shared_experts,
                 )
             )
             tally.rows.zero_()
