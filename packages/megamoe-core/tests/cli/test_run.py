@@ -204,6 +204,15 @@ def _ranks_with_shared_memory(parent: int) -> list[int]:
     return [int(pid) for pid in children if "memfd:" in Path(f"/proc/{pid}/maps").read_text()]
 
 
+def test_a_run_out_of_time_names_the_option(checkpoints: Paths) -> None:
+    command = [sys.executable, "-m", "megamoe.cli", "run", "--checkpoint", checkpoints["mixtral"], "--ep", "2"]
+    command += ["--backend", "reference", "--repeats", "10000000", "--time-limit", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert "not finished after 1 s" in ended.stderr
+    assert "--time-limit" in ended.stderr
+
+
 def test_a_killed_rank_ends_the_run_with_its_name(checkpoints: Paths) -> None:
     command = [sys.executable, "-m", "megamoe.cli", "run", "--checkpoint", checkpoints["mixtral"], "--ep", "2"]
     command += ["--backend", "reference", "--repeats", "10000000"]
