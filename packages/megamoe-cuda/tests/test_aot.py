@@ -63,6 +63,16 @@ def test_each_excess_is_a_complaint(change: dict[str, object], says: str) -> Non
     assert says in complaint
 
 
+@pytest.mark.parametrize(
+    "option, says",
+    [("--quant=a4w4", "does not offer quant:a4w4"), ("--quant=fp8", "unknown quant"), ("--config=m48", "m48")],
+)
+def test_what_the_kernel_can_t_be_is_refused_before_anything_is_compiled(option: str, says: str) -> None:
+    result = CliRunner().invoke(app, ["compile", "--hidden-size=512", option])
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / "cache"))

@@ -50,12 +50,12 @@ def test_what_is_claimed_has_no_kernel_of_another_mode() -> None:
 @pytest.mark.parametrize(
     "change, reason, says",
     [
-        ({"quant": "a8w4"}, Reason.QUANT, "quant:a8w4"),
+        ({"quant": "a8w4"}, Reason.QUANT, "quant:a8w4; try act_format=fp8_1x128"),
         ({"quant": "a4w4"}, Reason.QUANT, "quant:a4w4"),
         ({"hidden_size": 2880}, Reason.SHAPE, "hidden_size = 2880 is not a multiple of 128"),
         ({"quant": "bf16", "hidden_size": 2896}, Reason.SHAPE, "hidden_size = 2896 is not a multiple of 32"),
         ({"intermediate_size": 2000}, Reason.SHAPE, "intermediate_size = 2000"),
-        ({"hidden_size": 16384}, Reason.SHAPE, "up to 8192"),
+        ({"hidden_size": 16384}, Reason.SHAPE, "hidden_size = 16384 is above 8192"),
         ({"num_experts": 256, "ep_size": 64}, Reason.EP_SIZE, "exceeds 32"),
         ({"num_max_tokens_per_rank": 1 << 28}, Reason.CAPACITY, "num_max_tokens_per_rank"),
         ({"num_experts": 8192, "ep_size": 32}, Reason.NUM_EXPERTS, "shared memory"),

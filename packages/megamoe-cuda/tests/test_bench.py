@@ -87,8 +87,11 @@ def test_published_figures_stand_beside_their_own_token_counts_only() -> None:
     assert published(100) == {}
 
 
-def test_too_few_gpus_end_the_suite_with_a_typed_error() -> None:
-    if torch.cuda.device_count() > 0:
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(BackendUnavailableError, match="needs more GPUs"):
-        list(find_suite("seed-sm90").run(SuiteOptions()))
+@pytest.mark.parametrize("num_gpus, says", [(0, "needs a GPU; got 0; expected 1"), (1, "needs more GPUs; got 1")])
+def test_too_few_gpus_end_the_suite_with_a_typed_error(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(seed_sm90, "run_ranks", lambda *args, **kwargs: [[]])  # one GPU has no rows of so many tokens
+    with pytest.raises(BackendUnavailableError, match=says):
+        list(find_suite("seed-sm90").run(SuiteOptions(tokens=(1 << 20,))))

@@ -106,6 +106,10 @@ _QUANT_CAPABILITY = {
     (QuantMode.A8W4, ActFormat.FP8_1X128): Capability.QUANT_A8W4_FP8_1X128,
     (QuantMode.A4W4, None): Capability.QUANT_A4W4,
 }
+_OTHER_ACT_FORMAT = {
+    Capability.QUANT_A8W4: ActFormat.FP8_1X128,
+    Capability.QUANT_A8W4_FP8_1X128: ActFormat.MXFP8,
+}
 _TRANSPORT_CAPABILITY = {
     Transport.BF16: Capability.TRANSPORT_BF16,
     Transport.FP8_BLOCKWISE_1X32: Capability.TRANSPORT_FP8_BLOCKWISE_1X32,
@@ -131,8 +135,14 @@ def missing_capability(problem: MoEProblem, claimed: frozenset[Capability]) -> V
         needed.append((Reason.BIAS, Capability.EXPERT_BIAS))
     for reason, capability in needed:
         if capability not in claimed:
-            return Verdict.no(reason, f"does not offer {capability}")
+            return Verdict.no(reason, f"does not offer {capability}{_try_instead(capability, claimed)}")
     return Verdict.yes()
+
+
+def _try_instead(missing: Capability, claimed: frozenset[Capability]) -> str:
+    """The format of activations with which the same weights are taken, if there is one."""
+    other = _OTHER_ACT_FORMAT.get(missing)
+    return f"; try act_format={other}" if other and _QUANT_CAPABILITY[QuantMode.A8W4, other] in claimed else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ def test_a_plan_without_a_model_says_why() -> None:
     assert "has no model" in str(why_not(select_backend("reference").plan(PROBLEM)))
     elsewhere: Plan = replace(PLAN, device=MI355X)
     assert MI355X.name in str(why_not(elsewhere))
+    assert "bf16 was not measured" in str(why_not(replace(PLAN, problem=replace(PROBLEM, quant="bf16"))))
     with pytest.raises(ConfigError, match="not measured"):
         predict(elsewhere, 8)
 

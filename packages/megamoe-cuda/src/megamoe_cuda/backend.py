@@ -85,8 +85,10 @@ class CudaBackend(Backend):
             ("hidden_size", problem.hidden_size),
             ("intermediate_size", problem.intermediate_size),
         ):
-            if size % granule or size > MAX_K:
-                return Verdict.no(Reason.SHAPE, f"{name} = {size} is not a multiple of {granule} up to {MAX_K}")
+            if size > MAX_K:
+                return Verdict.no(Reason.SHAPE, f"{name} = {size} is above {MAX_K}")
+            if size % granule:
+                return Verdict.no(Reason.SHAPE, f"{name} = {size} is not a multiple of {granule}")
         if problem.ep_size > MAX_RANKS:
             return Verdict.no(Reason.EP_SIZE, f"ep_size = {problem.ep_size} exceeds {MAX_RANKS}")
         if problem.num_max_tokens_per_rank * problem.top_k >= MAX_PICKS:

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from megamoe import env
-from megamoe.errors import MegaMoEError
+from megamoe.cli.console import check_writable, command
 from megamoe.problem import ActFormat, MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200
 from megamoe_cuda.aot import Build, builds, complaints, standard_builds
+from megamoe_cuda.backend import CudaBackend
 from megamoe_cuda.jit.cache import KernelCache
 from megamoe_cuda.jit.compiler import CompiledKernel
 from megamoe_cuda.jit.store import load_or_compile
@@ -23,6 +24,7 @@ app.add_typer(cache_app, name="cache")
 
 
 @app.command("compile")
+@command
 def compile_command(
     hidden_size: Annotated[int | None, typer.Option(help="H; without it, the standard list is compiled")] = None,
     intermediate_size: Annotated[int, typer.Option(help="I")] = 2048,
@@ -36,7 +38,7 @@ def compile_command(
     swiglu_limit: Annotated[float | None, typer.Option(help="clamp of the activation's inputs")] = None,
     expert_bias: Annotated[bool, typer.Option("--expert-bias", help="experts have biases")] = False,
     virtual: Annotated[bool, typer.Option("--virtual", help="all ranks on one GPU")] = False,
-    num_sms: Annotated[int, typer.Option(help="SMs that the kernel takes")] = H200.num_sms,
+    num_sms: Annotated[int, typer.Option(help="SMs that the kernel takes", min=1)] = H200.num_sms,
     config: Annotated[str | None, typer.Option(help="pin a configuration by name")] = None,
 ) -> None:
     """Compile kernels into the cache and report what they take; exit 1 where one is over its budget."""
@@ -57,6 +59,7 @@ def compile_command(
             swiglu_limit=swiglu_limit,
             expert_bias=expert_bias,
         )
+        CudaBackend().require(problem)
         wanted = builds(problem, config=config, virtual=virtual, num_sms=num_sms)
     over_budget = [name for name, found in map(_compile_and_report, wanted) if found]
     if over_budget:
@@ -65,6 +68,7 @@ def compile_command(
 
 
 @app.command("trace")
+@command
 def trace_command(
     output: Annotated[Path, typer.Argument(help="file to write, for `megamoe trace`")],
     tokens: Annotated[int, typer.Option(help="tokens of each rank, and the capacity")] = 512,
@@ -112,6 +116,7 @@ def _costs(kernel: CompiledKernel) -> str:
 
 
 @cache_app.command("info")
+@command
 def cache_info() -> None:
     """List the entries that are whole."""
     cache = KernelCache(env.cache_dir())
@@ -123,13 +128,16 @@ def cache_info() -> None:
 
 
 @cache_app.command("export")
+@command
 def cache_export(bundle: Annotated[Path, typer.Argument(help="file to write")]) -> None:
     """Write all kernels to one file."""
+    check_writable(bundle, "BUNDLE")
     count = KernelCache(env.cache_dir()).export_bundle(bundle)
     typer.echo(f"{count} kernels written to {bundle}")
 
 
 @cache_app.command("import")
+@command
 def cache_import(bundle: Annotated[Path, typer.Argument(help="file of `cache export`")]) -> None:
     """Check a bundle and add its kernels."""
     cache = KernelCache(env.cache_dir())
@@ -137,8 +145,5 @@ def cache_import(bundle: Annotated[Path, typer.Argument(help="file of `cache exp
 
 
 def main() -> None:
-    """Entry point: a typed error is one line, not a traceback."""
-    try:
-        app()
-    except MegaMoEError as error:
-        raise SystemExit(f"megamoe-cuda: {error}") from None
+    """Entry point."""
+    app()

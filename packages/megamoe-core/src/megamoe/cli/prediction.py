@@ -10,6 +10,7 @@ from rich.table import Table
 from megamoe.backend import Plan
 from megamoe.cli.console import out, say
 from megamoe.errors import ConfigError
+from megamoe.problem import QuantMode
 from megamoe.schedule.expected_rows import expected_rows, uniform_sources
 from megamoe.schedule.kernel_rates import KERNEL_RATES, links_of
 from megamoe.schedule.simulate import Prediction, Tiled, simulate
@@ -44,6 +45,8 @@ def why_not(plan: Plan) -> str | None:
         return f"backend {plan.backend} has no model of its schedule"
     if plan.device.name not in KERNEL_RATES:
         return f"the pieces of a call were not measured on {plan.device.name}"
+    if plan.problem.quant is not QuantMode.A8W8:
+        return f"the main loop of {plan.problem.quant} was not measured on {plan.device.name}"
     return None
 
 
@@ -51,7 +54,7 @@ def predict(plan: Plan, num_tokens: int, *, ep_size: int | None = None, domain_s
     """A call of `plan`, or of the same experts, tiles and ring over another number of ranks.
 
     Raises:
-        ConfigError: `why_not`, or a mode whose pieces were not measured.
+        ConfigError: `why_not`.
     """
     reason = why_not(plan)
     if reason is not None or not isinstance(plan.config, Tiled):

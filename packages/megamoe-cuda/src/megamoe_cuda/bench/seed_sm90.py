@@ -84,6 +84,8 @@ def run(options: SuiteOptions) -> Iterator[BenchRow]:
         BackendUnavailableError: no usable GPU, or fewer than a setting needs.
     """
     num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise BackendUnavailableError(f"suite {NAME} needs a GPU", got=0, expected="1 for its EP1 rows, 2 for EP8's")
     for setting in sorted(settings(num_gpus), key=lambda setting: setting.ep_size > num_gpus):
         if setting.ep_size > num_gpus:
             raise BackendUnavailableError(
