@@ -35,6 +35,11 @@ def test_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert env.rocm_device() == "isa"
     env.set_rocm_device("nvidia")
     assert (env.rocm_device(), os.environ["MEGAMOE_ROCM_DEVICE"]) == ("nvidia", "nvidia")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    env.set_rocm_device("isa")
+    assert os.environ["TRITON_INTERPRET"] == "0"
+    env.set_rocm_device("interpreter")
+    assert (env.rocm_device(), os.environ["TRITON_INTERPRET"]) == ("interpreter", "1")
     assert env.backend() == "cuda"
     assert env.timeout_s() == 0.5
     assert env.debug()

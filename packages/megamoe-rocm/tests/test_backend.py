@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megamoe import env
 from megamoe.backend import Capability, Reason, VirtualRanks
 from megamoe.errors import ConfigError, UnsupportedProblemError
 from megamoe.problem import MoEProblem
@@ -27,6 +28,10 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, rung: str) -> RocmBackend:
 @pytest.fixture(autouse=True)
 def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGAMOE_ROCM_DEVICE", raising=False)
+
+
+def test_the_devices_are_those_that_the_command_line_offers() -> None:
+    assert tuple(Rung) == env.ROCM_DEVICES
 
 
 def test_nothing_is_claimed_on_a_device_that_nobody_had_and_every_way_in_says_why() -> None:

@@ -123,6 +123,8 @@ def test_the_instruction_interpreter_has_all_ranks_in_one_process() -> None:
     errors = on_ranks(lambda group: opening.open_session(PLAN, group, group, rung=Rung.ISA, timeout_s=TIMEOUT_S))
     assert all(isinstance(error, ConfigError) for error in errors)
     assert all("VirtualRanks" in str(error) for error in errors)
+    with pytest.raises(ConfigError, match="VirtualRanks"):  # its session takes lists, as that of virtual ranks
+        opening.open_session(PLAN, None, None, rung=Rung.ISA, timeout_s=TIMEOUT_S)
 
 
 def test_without_the_device_opening_says_what_is_missing() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megamoe.errors import ConfigError
 
+ROCM_DEVICES = ("gfx950", "nvidia", "interpreter", "isa")
 DEFAULT_TIMEOUT_S = 300.0  # a rank whose kernels just compiled can be late by minutes
 
 
@@ -50,13 +51,26 @@ def debug() -> bool:
 
 
 def rocm_device() -> str | None:
-    """Name in `MEGAMOE_ROCM_DEVICE`, or None; megamoe-rocm knows which there are."""
-    return os.environ.get("MEGAMOE_ROCM_DEVICE") or None
+    """Name in `MEGAMOE_ROCM_DEVICE`, one of `ROCM_DEVICES`, or None."""
+    name = os.environ.get("MEGAMOE_ROCM_DEVICE") or None
+    return None if name is None else _rocm_device("MEGAMOE_ROCM_DEVICE", name)
 
 
 def set_rocm_device(name: str) -> None:
-    """Set `MEGAMOE_ROCM_DEVICE` for this process and those that it starts."""
-    os.environ["MEGAMOE_ROCM_DEVICE"] = name
+    """Set `MEGAMOE_ROCM_DEVICE`, and what it needs, for this process and those that it starts.
+
+    Raises:
+        ConfigError: `name` is none of `ROCM_DEVICES`.
+    """
+    os.environ["MEGAMOE_ROCM_DEVICE"] = _rocm_device("--device", name)
+    if name == "interpreter":  # Triton reads it when a kernel is defined: before megamoe-rocm is asked anything
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _rocm_device(source: str, name: str) -> str:
+    if name not in ROCM_DEVICES:
+        raise ConfigError(f"{source} is no device of megamoe-rocm", got=repr(name), expected=" or ".join(ROCM_DEVICES))
+    return name
 
 
 def cache_dir() -> Path:

@@ -156,6 +156,25 @@ def test_the_output_never_replaces_the_checkpoint(megamoe: Call, checkpoints: Pa
     assert file.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        pytest.param(
+            ["--backend", "reference", "--device", "isa"], "--device says where backend rocm runs", id="other"
+        ),
+        pytest.param(["--device", "isa", "--mode", "a8w8"], "backend rocm can't be used", id="mode"),
+        pytest.param(["--device", "mi355x"], "--device is no device of megamoe-rocm", id="unknown"),
+    ],
+)
+def test_a_device_that_would_be_passed_over_is_refused(
+    megamoe: Call, checkpoints: Paths, monkeypatch: pytest.MonkeyPatch, args: list[object], message: str
+) -> None:
+    monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "gfx950")  # what --device sets is put back
+    result = megamoe("run", "--checkpoint", checkpoints["mixtral"], *args, exit_code=2)
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
 @pytest.mark.parametrize("args, message", BAD_INPUT)
 def test_bad_input_is_one_message_and_exit_code_2(
     megamoe: Call, checkpoints: Paths, args: list[object], message: str

@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 from megamoe import env
+from megamoe.cli.console import command
+from megamoe.errors import ConfigError
+from megamoe_rocm.aot.compiler import import_triton
 from megamoe_rocm.rungs import Rung
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -20,17 +23,14 @@ def callback() -> None:
 
 
 @app.command("validate")
+@command
 def validate_command(
     output: Annotated[Path, typer.Option(help="folder for validation.json and validation.md")] = Path("validation"),
     device: Annotated[str, typer.Option(help="gfx950, or to rehearse: nvidia, interpreter, isa")] = Rung.GFX950.value,
 ) -> None:
     """Look at the machine, check code objects, run the conformance matrix and the benchmark; exit 1 if any fails."""
-    if device not in tuple(Rung):
-        raise typer.BadParameter(f"{device} is none of {', '.join(Rung)}", param_hint="--device")
-    # Before anything of Triton is imported; the processes of a step are to see it too.
-    env.set_rocm_device(device)
-    if device == Rung.INTERPRETER:
-        os.environ["TRITON_INTERPRET"] = "1"
+    env.set_rocm_device(device)  # before anything of Triton is imported; the processes of a step are to see it too
+    make_folder(output)
     from megamoe_rocm.validate import Step, validate
 
     def tell(step: Step) -> None:
@@ -43,12 +43,16 @@ def validate_command(
 
 
 @app.command("compile")
+@command
 def compile_command(
     output: Annotated[
         Path | None, typer.Option(help="folder; by default the one in this package, which its wheel takes along")
     ] = None,
 ) -> None:
     """Compile every kernel of the standard configurations for gfx950, without a GPU, and hold each to its promises."""
+    if output is not None:
+        make_folder(output)
+    import_triton()
     from megamoe_rocm.aot import CodeObject, Expectation, check
     from megamoe_rocm.code_store import PACKAGED, build
     from megamoe_rocm.standard import standard_launches
@@ -67,12 +71,28 @@ def compile_command(
 
 
 @app.command("model")
+@command
 def model_command() -> None:
     """Print what calls should take on MI355Xs, by a model: nothing of it was measured. Needs Triton and LLVM."""
+    import_triton()
     from megamoe_rocm.model.report import lines
 
     for line in lines():
         typer.echo(line)
+
+
+def make_folder(folder: Path) -> None:
+    """Make what --output names, before the work whose results go there.
+
+    Raises:
+        ConfigError: it is a file, or in a folder that can't be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output can't be made ({error.strerror})", got=folder, expected="a folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError("--output can't be written", got=folder, expected="a folder that can be written to")
 
 
 def main() -> None:

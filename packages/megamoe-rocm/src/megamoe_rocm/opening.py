@@ -39,7 +39,7 @@ def open_session(plan: Plan, group: Any, ranks: Ranks | None, *, rung: Rung, tim
         BackendUnavailableError, ConfigError, WorkspaceError: see `RocmBackend.open`; on every rank.
     """
     if rung is Rung.ISA:
-        return _open_emulated(plan, ranks, timeout_s)
+        return _open_emulated(plan, group, timeout_s)
     launcher = agree(ranks, "look at the machine", lambda: make_launcher(rung), timeout_s=timeout_s)
     if ranks is not None and launcher.device.type == "cuda":
         require_paths(ranks, plan, launcher.device, version=__version__, timeout_s=timeout_s)
@@ -95,10 +95,10 @@ def _require_device(device: torch.device, rung: Rung, fits: bool) -> None:
         )
 
 
-def _open_emulated(plan: Plan, ranks: Ranks | None, timeout_s: float) -> RocmSession:
+def _open_emulated(plan: Plan, group: Any, timeout_s: float) -> RocmSession:
     from megamoe_rocm.isa.session import EmulatedLauncher, EmulatedSession
 
-    if ranks is not None:
+    if not isinstance(group, VirtualRanks):
         raise ConfigError("the instruction interpreter runs all ranks in one process", hint="pass VirtualRanks()")
     verdict = probe(Rung.ISA)
     if not verdict.ok:

@@ -14,6 +14,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from megamoe import env
+from megamoe.backend import Plan
 from megamoe.bench.routing import ROUTING_NAMES, routing
 from megamoe.checkpoint import LayerCheckpoint, StoredLayer, TensorFiles, conversion, find_layer
 from megamoe.checkpoint.convert import STORED_AS
@@ -27,6 +28,7 @@ from megamoe.registry import select_backend
 from megamoe.testing.tolerances import BF16_OVER_FP8_TRANSPORT, ORACLE_GATES, OracleGate
 
 DEFAULT_TOKENS = "128"
+ROCM = "rocm"
 MAX_SEED = 2**40  # every rank's generator takes a seed of its own from it, in 63 bits
 
 
@@ -97,10 +99,11 @@ def run(
     if source is not None:
         _check_input(source, problem)
     if device is not None:
-        env.set_rocm_device(device)
+        backend = _set_device(device, backend)
     chosen = select_backend(backend, problem)
     plan = chosen.plan(problem, config=config)
     check_devices(plan, virtual_ranks)
+    _check_ranks(plan, virtual_ranks)
     job = Job(
         layer=stored,
         plan=plan,
@@ -160,6 +163,21 @@ def make_problem(
         expert_bias=stored.expert_bias,
         act_format=act_format,
     )
+
+
+def _set_device(device: str, backend: str) -> str:
+    """Choose where rocm runs; returns its name, since a device that no backend looks at would be passed over."""
+    if backend not in ("auto", ROCM):
+        raise ConfigError(
+            "--device says where backend rocm runs", got=f"--backend {backend}", expected="--backend rocm"
+        )
+    env.set_rocm_device(device)
+    return ROCM
+
+
+def _check_ranks(plan: Plan, virtual_ranks: bool) -> None:
+    if plan.backend == ROCM and env.rocm_device() == "isa" and not virtual_ranks:
+        raise ConfigError("the instruction interpreter runs all ranks in one process", hint="add --virtual-ranks")
 
 
 def _check_output(output: Path, layer: LayerCheckpoint) -> None:
