@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from megamoe.cli.run import check_rehearsal
+from megamoe.errors import ConfigError
+from megamoe.problem import MoEProblem
 from megamoe_rocm.cli import app
+from megamoe_rocm.planning import make_plan
+from megamoe_rocm.rungs import PLANNED_FOR, Rung
 
 REHEARSE = """
 import sys
@@ -58,3 +63,16 @@ def test_without_triton_one_message_says_what_to_install(name: str, monkeypatch:
     result = CliRunner().invoke(app, [name])
     assert result.exit_code == 1
     assert "pip install megamoe-rocm[triton]" in result.stderr
+
+
+def test_the_instruction_interpreter_asks_for_virtual_ranks_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = MoEProblem(
+        hidden_size=512, intermediate_size=256, num_experts=4, top_k=2, num_max_tokens_per_rank=24, quant="a4w4"
+    )
+    plan = make_plan(problem, PLANNED_FOR[Rung.ISA])
+    monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "isa")
+    check_rehearsal(plan, True)
+    with pytest.raises(ConfigError, match="--virtual-ranks"):
+        check_rehearsal(plan, False)
+    monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "interpreter")
+    check_rehearsal(plan, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ def test_what_this_machine_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(StepFailedError, match="no_device") as raised:
         module.machine()
     assert raised.value.details["versions"]["megamoe-rocm"]
+
+
+def test_without_pytest_the_matrix_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    with pytest.raises(StepFailedError, match=r"megamoe-rocm\[validate\]"):
+        module.matrix("--ranks=virtual")
 
 
 @pytest.mark.usefixtures("toolchain")

@@ -12,6 +12,7 @@ stand-in (`--device`) the same steps run smaller: a rehearsal, which the report 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -210,6 +211,8 @@ def list_code_objects() -> list[dict[str, Any]]:
 
 def matrix(ranks: str) -> dict[str, Any]:
     """The conformance matrix, in a process of its own, with the layers that this rung has time for."""
+    if importlib.util.find_spec("pytest") is None:
+        raise StepFailedError("pytest is missing: pip install 'megamoe-rocm[validate]'", {})
     rung = rungs.current()
     device = "cpu" if rungs.is_cpu(rung) else "cuda"
     selection = ["-m", LAYERS.get(rung, REHEARSED_LAYER)]

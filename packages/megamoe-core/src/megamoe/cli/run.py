@@ -103,7 +103,7 @@ def run(
     chosen = select_backend(backend, problem)
     plan = chosen.plan(problem, config=config)
     check_devices(plan, virtual_ranks)
-    _check_ranks(plan, virtual_ranks)
+    check_rehearsal(plan, virtual_ranks)
     job = Job(
         layer=stored,
         plan=plan,
@@ -175,7 +175,8 @@ def _set_device(device: str, backend: str) -> str:
     return ROCM
 
 
-def _check_ranks(plan: Plan, virtual_ranks: bool) -> None:
+def check_rehearsal(plan: Plan, virtual_ranks: bool) -> None:
+    """Raise ConfigError, before ranks are started, where one process has to play all of them."""
     if plan.backend == ROCM and env.rocm_device() == "isa" and not virtual_ranks:
         raise ConfigError("the instruction interpreter runs all ranks in one process", hint="add --virtual-ranks")
 
