@@ -30,7 +30,7 @@ def main() -> None:
     )
     code = find_or_compile(launch)
     launcher = HipLauncher(torch.device("cpu"), find_or_compile)
-    launcher._queue(launcher._load(code), launch, 0xABC0)
+    launcher._queue(launcher._load(launch), launch, 0xABC0)
     print(X.data_ptr(), code.lds_bytes, [(item.name, item.offset) for item in code.arguments])
 
 

@@ -7,8 +7,7 @@ CUDA's 0. The runtime adds the hidden arguments behind the explicit ones by itse
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,9 @@ from megamoe_rocm.aot.code_object import CodeObject
 from megamoe_rocm.aot.errors import CodeObjectError
 from megamoe_rocm.kernels.launch import GFX950, Launch
 from megamoe_rocm.runtime.arguments import ArgumentLayout, offsets
-from megamoe_rocm.runtime.launcher import Launcher, kernel_key, refuse_capture
+from megamoe_rocm.runtime.launcher import LoadedKernel, ModuleLauncher
 
-BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 3  # HIP_LAUNCH_PARAM_…, hip_runtime_api.h
+END = 3  # HIP_LAUNCH_PARAM_END, hip_runtime_api.h
 HIDDEN = "hidden_"  # how the metadata begins the kinds of arguments that the runtime adds
 
 
@@ -65,7 +64,7 @@ def query(index: int) -> HipDevice:
     )
 
 
-class HipLauncher(Launcher):
+class HipLauncher(ModuleLauncher):
     """Launches code objects on one AMD GPU, in torch's context of it.
 
     Args:
@@ -73,67 +72,25 @@ class HipLauncher(Launcher):
         find: the code object of a launch.
     """
 
+    launch_function = "hipModuleLaunchKernel"
+    unload_function = "hipModuleUnload"
+    end = END
+
     def __init__(self, device: torch.device, find: Callable[[Launch], CodeObject]) -> None:
-        self.device = device
+        super().__init__(device)
         self.target = GFX950
         self._find = find
         self._hip = _hip()
-        self._loaded: dict[Hashable, _Loaded] = {}
 
-    def load(self, launches: Iterable[Launch]) -> None:
-        """See `Launcher.load`."""
-        with torch.cuda.device(self.device):
-            for launch in launches:
-                self._get(launch)
-
-    def launch(self, launch: Launch, *, rank: int) -> None:
-        """See `Launcher.launch`."""
-        with torch.cuda.device(self.device):
-            self._queue(self._get(launch), launch, torch.cuda.current_stream(self.device).cuda_stream)
-
-    def _queue(self, kernel: _Loaded, launch: Launch, stream: int) -> None:
-        block = ctypes.create_string_buffer(kernel.layout.pack(launch.arguments), kernel.layout.num_bytes)
-        num_bytes = ctypes.c_size_t(kernel.layout.num_bytes)
-        extra = (ctypes.c_void_p * 5)(
-            BUFFER_POINTER, ctypes.addressof(block), BUFFER_SIZE, ctypes.addressof(num_bytes), END
-        )
-        x, y = (*launch.grid, 1)[:2]
-        lanes = launch.num_warps * self.target.lanes
-        self._call(
-            "hipModuleLaunchKernel", kernel.function, x, y, 1, lanes, 1, 1, kernel.lds_bytes, stream, None, extra
-        )
-
-    def _get(self, launch: Launch) -> _Loaded:
-        key = kernel_key(launch)
-        loaded = self._loaded.get(key)
-        if loaded is None:
-            refuse_capture(launch)
-            loaded = self._loaded[key] = self._load(self._find(launch))
-        return loaded
-
-    def _load(self, code: CodeObject) -> _Loaded:
+    def _load(self, launch: Launch) -> LoadedKernel:
+        code = self._find(launch)
         layout = argument_layout(code)
         (module,) = self._call("hipModuleLoadData", code.hsaco)
         (function,) = self._call("hipModuleGetFunction", module, code.name.encode())
-        return _Loaded(module=module, function=function, lds_bytes=code.lds_bytes, layout=layout)
-
-    def unload(self) -> None:
-        """See `Launcher.unload`."""
-        with torch.cuda.device(self.device):
-            for kernel in self._loaded.values():
-                self._call("hipModuleUnload", kernel.module)
-        self._loaded.clear()
+        return LoadedKernel(module=module, function=function, shared_bytes=code.lds_bytes, layout=layout)
 
     def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
         return _call(self._hip, name, *arguments)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    module: Any
-    function: Any
-    lds_bytes: int
-    layout: ArgumentLayout
 
 
 def argument_layout(code: CodeObject) -> ArgumentLayout:

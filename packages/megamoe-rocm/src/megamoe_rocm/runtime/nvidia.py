@@ -16,7 +16,6 @@ import os
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +31,7 @@ from megamoe_rocm.aot.errors import BuildError, ToolchainError
 from megamoe_rocm.kernels.launch import SM90, Launch
 from megamoe_rocm.kernels.signature import parameters
 from megamoe_rocm.runtime.arguments import ArgumentLayout
-from megamoe_rocm.runtime.launcher import Launcher, kernel_key, refuse_capture
+from megamoe_rocm.runtime.launcher import LoadedKernel, ModuleLauncher
 
 INSTRUCTIONS = 89
 ARCH = 90
@@ -41,7 +40,7 @@ OLDEST_TRITON = (3, 6)  # whose atomics and scaled dots were looked at
 SCRATCH_POINTERS = 2  # global and profile scratch, of Triton 3.6's and later calling convention
 
 _DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_…
+_END = 0  # CU_LAUNCH_PARAM_END
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,80 +106,41 @@ def compile_for_sm90(launch: Launch, signature: dict[str, Parameter]) -> Cubin:
     )
 
 
-class NvidiaLauncher(Launcher):
+class NvidiaLauncher(ModuleLauncher):
     """Launches on one NVIDIA GPU, in torch's context of it.
 
     Args:
         device: the GPU.
     """
 
+    launch_function = "cuLaunchKernel"
+    unload_function = "cuModuleUnload"
+    end = _END
+
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self.target = SM90
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._loaded: dict[Hashable, _Loaded] = {}
+        # A stream is an address of 64 bits, which ctypes would cut to an int.
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        self._driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
 
-    def load(self, launches: Iterable[Launch]) -> None:
-        """See `Launcher.load`."""
-        with torch.cuda.device(self.device):
-            for launch in launches:
-                self._get(launch)
-
-    def launch(self, launch: Launch, *, rank: int) -> None:
-        """See `Launcher.launch`."""
-        with torch.cuda.device(self.device):
-            self._queue(self._get(launch), launch)
-
-    def _queue(self, kernel: _Loaded, launch: Launch) -> None:
-        block = ctypes.create_string_buffer(kernel.layout.pack(launch.arguments), kernel.layout.num_bytes)
-        num_bytes = ctypes.c_size_t(kernel.layout.num_bytes)
-        extra = (ctypes.c_void_p * 5)(
-            _BUFFER_POINTER, ctypes.addressof(block), _BUFFER_SIZE, ctypes.addressof(num_bytes), 0
-        )
-        x, y = (*launch.grid, 1)[:2]
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        threads = launch.num_warps * WARP
-        self._call(
-            "cuLaunchKernel", kernel.function, x, y, 1, threads, 1, 1, kernel.cubin.smem_bytes, stream, None, extra
-        )
-
-    def _get(self, launch: Launch) -> _Loaded:
-        key = kernel_key(launch)
-        loaded = self._loaded.get(key)
-        if loaded is None:
-            refuse_capture(launch)
-            loaded = self._loaded[key] = self._load(load_or_compile(launch))
-        return loaded
-
-    def _load(self, cubin: Cubin) -> _Loaded:
+    def _load(self, launch: Launch) -> LoadedKernel:
+        cubin = load_or_compile(launch)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuModuleLoadData", ctypes.byref(module), cubin.image)
         self._call("cuModuleGetFunction", ctypes.byref(function), module, cubin.entry.encode())
         self._call("cuFuncSetAttribute", function, _DYNAMIC_SMEM, cubin.smem_bytes)
         layout = ArgumentLayout(cubin.parameters, scratch_pointers=SCRATCH_POINTERS)
-        return _Loaded(module=module, function=function, cubin=cubin, layout=layout)
+        return LoadedKernel(module=module, function=function, shared_bytes=cubin.smem_bytes, layout=layout)
 
-    def unload(self) -> None:
-        """See `Launcher.unload`."""
-        with torch.cuda.device(self.device):
-            for kernel in self._loaded.values():
-                self._call("cuModuleUnload", kernel.module)
-        self._loaded.clear()
-
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
         status = getattr(self._driver, name)(*arguments)
         if status:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             raise BackendUnavailableError(f"{name} failed", got=f"{status}: {(text.value or b'').decode()}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    module: ctypes.c_void_p
-    function: ctypes.c_void_p
-    cubin: Cubin
-    layout: ArgumentLayout
+        return ()
 
 
 def _triton() -> Any:
