@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megamoe.bench.results import BenchRow, read_rows
 from megamoe.bench.routing import EP8_REMOTE
-from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import DEVICES
 from megamoe.schedule.expected_rows import expected_rows, two_rank_sources, uniform_sources
 from megamoe.schedule.kernel_rates import KERNEL_RATES, links_of
@@ -51,15 +50,7 @@ def known(rows: Iterable[BenchRow]) -> Iterator[BenchRow]:
 
 def predict(row: BenchRow) -> float:
     """Microseconds."""
-    problem = MoEProblem(
-        hidden_size=row.hidden_size,
-        intermediate_size=row.intermediate_size,
-        num_experts=row.num_experts,
-        top_k=row.top_k,
-        num_max_tokens_per_rank=row.capacity,
-        ep_size=row.ep_size,
-        transport=row.transport,
-    )
+    problem = row.problem
     device = DEVICES[row.gpu]
     links = links_of(device, row.ep_size, NVLINK_DOMAIN)
     sources = uniform_sources(problem, row.num_tokens)

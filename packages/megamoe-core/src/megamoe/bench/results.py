@@ -97,6 +97,20 @@ class BenchRow:
     workspace_mib: float
     peers: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def problem(self) -> MoEProblem:
+        """What was measured, as far as a row says it."""
+        return MoEProblem(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_max_tokens_per_rank=self.capacity,
+            ep_size=self.ep_size,
+            quant=self.mode,
+            transport=self.transport,
+        )
+
     @classmethod
     def of(
         cls,

@@ -100,14 +100,5 @@ def remote_bytes(problem: MoEProblem, num_rows: float) -> tuple[float, float]:
 
 def floor_of(row: BenchRow, device: DeviceSpec) -> Floor:
     """Floors of a measured configuration."""
-    problem = MoEProblem(
-        hidden_size=row.hidden_size,
-        intermediate_size=row.intermediate_size,
-        num_experts=row.num_experts,
-        top_k=row.top_k,
-        num_max_tokens_per_rank=row.capacity,
-        ep_size=row.ep_size,
-        quant=row.mode,
-        transport=row.transport,
-    )
+    problem = row.problem
     return floor(problem, row.num_tokens, device, EP8_REMOTE if row.routing == "ep8-equivalent" else None)
