@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
 from megamoe.backend import VirtualRanks
-from megamoe.errors import BackendUnavailableError, ConfigError, MegaMoEError
+from megamoe.errors import BackendUnavailableError, ConfigError
 from megamoe.problem import MoEProblem
 from megamoe.symm import InprocGroup
+from megamoe.testing.threads import on_ranks
 from megamoe_rocm.planning import make_plan
 from megamoe_rocm.rungs import PLANNED_FOR, Rung
 
@@ -50,24 +51,6 @@ class Idle(Launcher):
         pass
 
 
-def on_ranks(body: Callable[[InprocGroup], Any]) -> list[Any]:
-    """What `body` returns or raises on each of two ranks, threads named by their rank."""
-    groups, results = InprocGroup.create(2), [None, None]
-
-    def work(group: InprocGroup) -> None:
-        try:
-            results[group.rank] = body(group)
-        except MegaMoEError as error:
-            results[group.rank] = error
-
-    threads = [threading.Thread(target=work, args=(group,), name=str(group.rank)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def open_on(group: InprocGroup) -> Any:
     return opening.open_session(PLAN, group, group, rung=Rung.INTERPRETER, timeout_s=TIMEOUT_S)
 
@@ -79,7 +62,7 @@ def test_a_rank_that_cannot_makes_all_raise(monkeypatch: pytest.MonkeyPatch) -> 
         return Idle()
 
     monkeypatch.setattr(opening, "make_launcher", make_launcher)
-    first, second = on_ranks(open_on)
+    first, second = on_ranks(2, open_on)
     assert isinstance(first, BackendUnavailableError)
     assert str(first).startswith("rank 1 could not look at the machine")
     assert str(second) == "no gfx950 here"
@@ -97,7 +80,7 @@ def test_out_of_memory_on_one_rank_is_an_error_on_both(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(opening, "make_launcher", lambda rung: Idle())
     monkeypatch.setattr(RocmSession, "_local_memory", local_memory)
-    errors = on_ranks(open_on)
+    errors = on_ranks(2, open_on)
     assert all(isinstance(error, BackendUnavailableError) for error in errors)
     assert all("out of memory" in str(error) for error in errors)
 
@@ -115,12 +98,12 @@ def test_ranks_share_what_peers_address_and_no_more(monkeypatch: pytest.MonkeyPa
             outside = not shared.data_ptr() <= pool < shared.data_ptr() + shared.numel()
             return [rank.numel() for rank in session._memory.ranks], all(inside), outside
 
-    assert on_ranks(body) == [([layout.symmetric_bytes] * 2, True, True)] * 2
+    assert on_ranks(2, body) == [([layout.symmetric_bytes] * 2, True, True)] * 2
     assert layout.symmetric_bytes < PLAN.bytes
 
 
 def test_the_instruction_interpreter_has_all_ranks_in_one_process() -> None:
-    errors = on_ranks(lambda group: opening.open_session(PLAN, group, group, rung=Rung.ISA, timeout_s=TIMEOUT_S))
+    errors = on_ranks(2, lambda group: opening.open_session(PLAN, group, group, rung=Rung.ISA, timeout_s=TIMEOUT_S))
     assert all(isinstance(error, ConfigError) for error in errors)
     assert all("VirtualRanks" in str(error) for error in errors)
     with pytest.raises(ConfigError, match="VirtualRanks"):  # its session takes lists, as that of virtual ranks

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,28 +14,11 @@ from megamoe.errors import (
     RankFailedError,
     WorkspaceError,
 )
-from megamoe.symm import Group, InprocGroup
+from megamoe.symm import Group
 from megamoe.symm.agreement import Seat, agree, check_seats, exchange_seats, take_seat
+from megamoe.testing.threads import on_ranks
 
 SEATS = [Seat(boot="b", host="h", gpu=f"gpu-{rank}", plan="p") for rank in range(3)]
-
-
-def run(size: int, body: Callable[[Group], Any]) -> list[Any]:
-    """Results of `body` on each rank, a thread; an exception is a result."""
-    groups, results = InprocGroup.create(size), [None] * size
-
-    def work(group: Group) -> None:
-        try:
-            results[group.rank] = body(group)
-        except Exception as error:
-            results[group.rank] = error
-
-    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def allocate(group: Group, failing: dict[int, Exception]) -> str:
@@ -51,7 +31,7 @@ def allocate(group: Group, failing: dict[int, Exception]) -> str:
 
 
 def test_results_come_back_when_all_succeed() -> None:
-    assert run(2, lambda group: allocate(group, {})) == ["allocated on 0", "allocated on 1"]
+    assert on_ranks(2, lambda group: allocate(group, {})) == ["allocated on 0", "allocated on 1"]
 
 
 def test_a_process_without_peers_needs_no_group() -> None:
@@ -62,7 +42,7 @@ def test_a_process_without_peers_needs_no_group() -> None:
 
 def test_one_ranks_failure_is_raised_by_all_and_named() -> None:
     failing: dict[int, Exception] = {1: WorkspaceError("out of memory", got="1 GiB free", expected="2 GiB", hint="h")}
-    results = run(3, lambda group: allocate(group, failing))
+    results = on_ranks(3, lambda group: allocate(group, failing))
     assert [type(result) for result in results] == [WorkspaceError] * 3
     assert results[1] is failing[1]
     for peer in (0, 2):
@@ -72,19 +52,19 @@ def test_one_ranks_failure_is_raised_by_all_and_named() -> None:
 
 def test_all_raise_for_the_same_rank_when_several_fail() -> None:
     failing: dict[int, Exception] = {1: WorkspaceError("one"), 2: BackendUnavailableError("two")}
-    results = run(3, lambda group: allocate(group, failing))
+    results = on_ranks(3, lambda group: allocate(group, failing))
     assert [type(result) for result in results] == [WorkspaceError] * 3
 
 
 def test_a_librarys_own_error_does_not_leave_the_peers_waiting() -> None:
-    results = run(2, lambda group: allocate(group, {0: RuntimeError("dlopen failed")}))
+    results = on_ranks(2, lambda group: allocate(group, {0: RuntimeError("dlopen failed")}))
     assert all(isinstance(result, BackendUnavailableError) for result in results)
     assert all("dlopen failed" in str(result) for result in results)
 
 
 def test_an_error_that_names_its_ranks_reaches_the_peers() -> None:
     timeout = MegaMoETimeoutError(rank=0, peer=1, phase="allocate", timeout_s=5, epoch=0)
-    own, peer = run(2, lambda group: allocate(group, {0: timeout}))
+    own, peer = on_ranks(2, lambda group: allocate(group, {0: timeout}))
     assert own is timeout
     assert isinstance(peer, RankFailedError)
     assert (peer.rank, peer.peer) == (1, 0)
@@ -92,7 +72,7 @@ def test_an_error_that_names_its_ranks_reaches_the_peers() -> None:
 
 
 def test_seats_are_exchanged() -> None:
-    assert run(3, lambda group: exchange_seats(group, SEATS[group.rank], timeout_s=20)) == [SEATS] * 3
+    assert on_ranks(3, lambda group: exchange_seats(group, SEATS[group.rank], timeout_s=20)) == [SEATS] * 3
 
 
 def test_equal_seats_on_gpus_of_one_host_are_fine() -> None:

@@ -10,12 +10,10 @@ import ctypes
 import importlib
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
 from megamoe.symm import InprocGroup
+from megamoe.testing.threads import on_ranks
 from megamoe_rocm import symm_mori
 from megamoe_rocm.symm_mori import HEAP_CHUNK, HEAP_SIZE, MoriGroup, heap_size
 
@@ -59,24 +58,6 @@ def shmem(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield importlib.import_module("mori.shmem.api")
     for name in [name for name in sys.modules if name.split(".")[0] == "mori"]:
         del sys.modules[name]
-
-
-def on_ranks(size: int, body: Callable[[InprocGroup], Any]) -> list[Any]:
-    """What `body` returns or raises on each rank, a thread."""
-    groups, results = InprocGroup.create(size), [None] * size
-
-    def work(group: InprocGroup) -> None:
-        try:
-            results[group.rank] = body(group)
-        except Exception as error:
-            results[group.rank] = error
-
-    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def join(group: InprocGroup, *, heap_bytes: int = NUM_BYTES) -> MoriGroup:
