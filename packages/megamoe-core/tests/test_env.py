@@ -1,19 +1,22 @@
 """Environment variables: defaults, values, and values that make no sense."""
 
 import os
+from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from megamoe import env
 from megamoe.errors import ConfigError
+from megamoe.launch import RankContext
 
 SGLANG = ("UNSUPPORTED", "TRANSPORT", "MAX_TOKENS")
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BACKEND", "TIMEOUT_S", "DEBUG", "CACHE_DIR", *(f"SGLANG_{name}" for name in SGLANG)):
+    for name in ("BACKEND", "TIMEOUT_S", "DEBUG", "CACHE_DIR", "RANKS_PER_GPU", *(f"SGLANG_{name}" for name in SGLANG)):
         monkeypatch.delenv(f"MEGAMOE_{name}", raising=False)
 
 
@@ -23,6 +26,7 @@ def test_defaults() -> None:
     assert not env.debug()
     assert env.cache_dir() == Path.home() / ".cache" / "megamoe"
     assert env.rocm_device() is None
+    assert env.ranks_per_gpu() == 1
     assert (env.sglang_unsupported(), env.sglang_transport(), env.sglang_max_tokens()) == ("error", "bf16", None)
 
 
@@ -75,7 +79,21 @@ def test_options_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["many", "0", "-5", "1.5"])
-def test_a_count_of_tokens_is_a_positive_integer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MEGAMOE_SGLANG_MAX_TOKENS", text)
-    with pytest.raises(ConfigError, match=f"MEGAMOE_SGLANG_MAX_TOKENS.*{text}"):
-        env.sglang_max_tokens()
+@pytest.mark.parametrize(
+    "variable, read",
+    [("MEGAMOE_SGLANG_MAX_TOKENS", env.sglang_max_tokens), ("MEGAMOE_RANKS_PER_GPU", env.ranks_per_gpu)],
+)
+def test_a_count_is_a_positive_integer(
+    monkeypatch: pytest.MonkeyPatch, variable: str, read: Callable[[], object], text: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=f"{variable}.*{text}"):
+        read()
+
+
+def test_ranks_that_share_a_gpu_find_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pipe, _ = Pipe()
+    ranks = [RankContext(rank=rank, world_size=4, name="n", directory=tmp_path, pipe=pipe) for rank in range(4)]
+    assert [rank.gpu.index for rank in ranks] == [0, 1, 2, 3]
+    monkeypatch.setenv("MEGAMOE_RANKS_PER_GPU", "2")
+    assert [rank.gpu.index for rank in ranks] == [0, 0, 1, 1]

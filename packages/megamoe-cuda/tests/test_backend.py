@@ -133,6 +133,13 @@ def test_a_plan_for_fewer_sms_leaves_the_others_free_and_keeps_the_workspace() -
 
 
 @pytest.mark.usefixtures("claimed")
+def test_ranks_that_share_a_gpu_plan_for_their_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAMOE_RANKS_PER_GPU", "2")
+    assert BACKEND.plan(SEED).device == replace(H200, num_sms=66)
+    assert BACKEND.plan(SEED, H200).device == H200
+
+
+@pytest.mark.usefixtures("claimed")
 def test_workspace_of_the_seeds_shape_is_smaller_than_the_seeds_own() -> None:
     """The seed's buffer took 134 MiB at 8 tokens and 1,811 MiB at 8192."""
     mib = 1 << 20

@@ -6,10 +6,12 @@
 | `MEGAMOE_TIMEOUT_S` | seconds that a wait for a peer may take | 300 |
 | `MEGAMOE_DEBUG` | `1`: ids are checked on the host, an id outside [-1, num_experts) raises | `0` |
 | `MEGAMOE_CACHE_DIR` | where compiled kernels are kept | `~/.cache/megamoe` |
+| `MEGAMOE_RANKS_PER_GPU` | for rehearsals: ranks that may share a GPU, each a process | 1: that is an error |
 | `MEGAMOE_ROCM_DEVICE` | where megamoe-rocm runs: `gfx950`, or to rehearse `nvidia`, `interpreter`, `isa` | `gfx950` |
 | `MEGAMOE_SGLANG_UNSUPPORTED` | `error` or `engine`: what SGLang does with a model that MegaMoE can't run | `error` |
 | `MEGAMOE_SGLANG_TRANSPORT` | how rows travel home under SGLang | `bf16` |
 | `MEGAMOE_SGLANG_MAX_TOKENS` | tokens of a call on each rank under SGLang | what SGLang's own settings allow |
+| `MEGAMOE_SGLANG_METRICS` | `1`: rows per expert are counted under SGLang | `0` |
 """
 
 from __future__ import annotations
@@ -44,10 +46,19 @@ def timeout_s() -> float:
 
 def debug() -> bool:
     """Whether `MEGAMOE_DEBUG` asks for checks that cost a synchronisation."""
-    text = os.environ.get("MEGAMOE_DEBUG", "")
+    return _switch("MEGAMOE_DEBUG")
+
+
+def _switch(name: str) -> bool:
+    text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
-        raise ConfigError("MEGAMOE_DEBUG is not a switch", got=repr(text), expected="0 or 1")
+        raise ConfigError(f"{name} is not a switch", got=repr(text), expected="0 or 1")
     return text == "1"
+
+
+def ranks_per_gpu() -> int:
+    """Ranks in `MEGAMOE_RANKS_PER_GPU`, a positive integer; docs/testing.md says what sharing a GPU can show."""
+    return _count("MEGAMOE_RANKS_PER_GPU") or 1
 
 
 def rocm_device() -> str | None:
@@ -91,9 +102,19 @@ def sglang_transport() -> str:
 
 def sglang_max_tokens() -> int | None:
     """Tokens in `MEGAMOE_SGLANG_MAX_TOKENS`, a positive integer, or None."""
-    text = os.environ.get("MEGAMOE_SGLANG_MAX_TOKENS")
+    return _count("MEGAMOE_SGLANG_MAX_TOKENS")
+
+
+def _count(variable: str) -> int | None:
+    """The positive integer in `variable`, or None where it is not set."""
+    text = os.environ.get(variable)
     if not text:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError("MEGAMOE_SGLANG_MAX_TOKENS is not a count", got=repr(text), expected="a positive integer")
+        raise ConfigError(f"{variable} is not a count", got=repr(text), expected="a positive integer")
     return int(text)
+
+
+def sglang_metrics() -> bool:
+    """Whether `MEGAMOE_SGLANG_METRICS` asks for rows per expert."""
+    return _switch("MEGAMOE_SGLANG_METRICS")

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe import env
 from megamoe.errors import ConfigError, MegaMoEError, ProtocolError
 
 P = ParamSpec("P")
@@ -74,15 +75,21 @@ class RankContext:
         """Send `message` to the launcher's `on_report`, for progress bars and the like."""
         self.pipe.send_bytes(dumps(_Report(message)))
 
+    @property
+    def gpu(self) -> torch.device:
+        """This rank's GPU: rank r has GPU r, unless `MEGAMOE_RANKS_PER_GPU` makes several ranks share one."""
+        return torch.device("cuda", self.rank // env.ranks_per_gpu())
+
     def join_gpus(self, device: torch.device) -> None:
         """COLLECTIVE. Make `device` the current GPU, and all ranks torch's default process group, on CPU and GPUs."""
         torch.cuda.set_device(device)
+        alone = env.ranks_per_gpu() == 1
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl",
+            "cpu:gloo,cuda:nccl" if alone else "gloo",  # NCCL refuses two ranks on one GPU
             init_method=f"file://{self.directory / 'store'}",
             rank=self.rank,
             world_size=self.world_size,
-            device_id=device,
+            device_id=device if alone else None,
         )
 
 

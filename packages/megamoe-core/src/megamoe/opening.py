@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megamoe import env
 from megamoe.backend import Plan, VirtualRanks
 from megamoe.errors import ConfigError
 from megamoe.symm import Group
@@ -58,17 +59,16 @@ def require_paths(ranks: Ranks, plan: Plan, device: torch.device, *, version: st
         timeout_s: seconds to wait for the others.
 
     Raises:
-        ConfigError: plans or versions differ, or two ranks share a GPU.
+        ConfigError: plans or versions differ, or two ranks share a GPU and `MEGAMOE_RANKS_PER_GPU` does not say so.
         BackendUnavailableError: no peer-to-peer path between two of them.
     """
     seat = take_seat(_gpu_id(device), hashlib.sha256(f"{version} {plan!r}".encode()).hexdigest())
     seats = exchange_seats(ranks, seat, timeout_s=timeout_s)
-    agree(
-        ranks,
-        "find its peers",
-        lambda: check_seats(seats, ranks.rank, lambda gpu: _can_access(device, gpu)),
-        timeout_s=timeout_s,
-    )
+
+    def check() -> None:
+        check_seats(seats, ranks.rank, lambda gpu: _can_access(device, gpu), ranks_per_gpu=env.ranks_per_gpu())
+
+    agree(ranks, "find its peers", check, timeout_s=timeout_s)
 
 
 def _gpu_id(device: torch.device) -> str:

@@ -105,3 +105,20 @@ def test_a_missing_path_names_both_ends() -> None:
 def test_this_process_has_a_seat() -> None:
     assert take_seat("gpu-0", "p") == take_seat("gpu-0", "p")
     assert take_seat("gpu-0", "p").boot
+
+
+def test_ranks_share_a_gpu_only_where_that_is_said() -> None:
+    seats = [SEATS[0], replace(SEATS[1], gpu=SEATS[0].gpu), SEATS[2]]
+    asked: list[str] = []
+
+    def can_access(gpu: str) -> bool:
+        asked.append(gpu)
+        return True
+
+    check_seats(seats, 0, can_access, ranks_per_gpu=2)
+    assert asked == [SEATS[2].gpu]  # a GPU is not its own peer
+    with pytest.raises(ConfigError, match="ranks 0 and 1 are on one GPU.*MEGAMOE_RANKS_PER_GPU"):
+        check_seats(seats, 0, can_access)
+    crowded = [replace(seat, gpu=SEATS[0].gpu) for seat in SEATS]
+    with pytest.raises(ConfigError, match="are on one GPU"):
+        check_seats(crowded, 0, can_access, ranks_per_gpu=2)

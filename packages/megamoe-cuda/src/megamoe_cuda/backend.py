@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -109,10 +110,11 @@ class CudaBackend(Backend):
         """See `Backend.plan`.
 
         `device.num_sms` is how many SMs the kernel takes: `dataclasses.replace(H200, num_sms=116)` leaves 16 of an H200
-        to kernels that run beside it, and an H20 has 78.
+        to kernels that run beside it, and an H20 has 78. Without `device` it is an H200, or a rank's share of one where
+        `MEGAMOE_RANKS_PER_GPU` makes ranks share it.
         """
         self.require(problem)
-        device = device or H200
+        device = device or replace(H200, num_sms=H200.num_sms // env.ranks_per_gpu())
         if device.arch != ARCH:
             raise ConfigError("backend cuda does not compile for this device", got=device.arch, expected=ARCH)
         chosen = session_config(problem, config)

@@ -81,8 +81,8 @@ def trace_call(call: TracedCall) -> Trace:
 
 
 def trace_rank(context: RankContext, call: TracedCall) -> Trace:
-    """COLLECTIVE. Body of a rank's process, on GPU `context.rank`: warm up, then one call with a cold L2 cache."""
-    context.join_gpus(torch.device("cuda", context.rank))
+    """COLLECTIVE. Body of a rank's process, on its GPU: warm up, then one call with a cold L2 cache."""
+    context.join_gpus(context.gpu)
     try:
         return _traced(context.rank, call)
     finally:

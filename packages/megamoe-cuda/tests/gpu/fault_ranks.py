@@ -37,7 +37,7 @@ class Rank:
     def __init__(self, context: RankContext) -> None:
         cuda_backend.SEEN_RIGHT_ON = cuda_backend.SEEN_RIGHT_ON or "under test"
         self.rank = context.rank
-        self.device = torch.device("cuda", context.rank)
+        self.device = context.gpu
         context.join_gpus(self.device)
         self._group = TorchSymmGroup(dist.group.WORLD, self.device)  # type: ignore[arg-type]
         share = shard(make_weights(PROBLEM, self.device), PROBLEM.ep_size)[self.rank]

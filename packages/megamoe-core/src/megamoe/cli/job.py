@@ -275,9 +275,8 @@ def _copy(stats: SessionStats) -> SessionStats:
 def _device(context: RankContext, job: Job) -> torch.device:
     if job.plan.device.arch == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", context.rank)
-    torch.cuda.set_device(device)
-    return device
+    torch.cuda.set_device(context.gpu)
+    return context.gpu
 
 
 def _join(context: RankContext, job: Job) -> Any:
@@ -288,7 +287,7 @@ def _join(context: RankContext, job: Job) -> Any:
         return None
     if job.plan.device.arch == "cpu":
         return ShmGroup.connect(context.name, context.rank, context.world_size, timeout_s=env.timeout_s())
-    context.join_gpus(torch.device("cuda", context.rank))
+    context.join_gpus(context.gpu)
     return dist.group.WORLD
 
 
@@ -296,7 +295,8 @@ def check_devices(plan: Plan, virtual_ranks: bool) -> None:
     """Raise ConfigError where this machine has fewer GPUs than the plan has ranks."""
     if plan.device.arch == "cpu":
         return
-    needed, there = 1 if virtual_ranks else plan.problem.ep_size, torch.cuda.device_count()
+    ranks = 1 if virtual_ranks else plan.problem.ep_size
+    needed, there = -(-ranks // env.ranks_per_gpu()), torch.cuda.device_count()
     if there < needed:
         raise ConfigError(
             "fewer GPUs than ranks",

@@ -126,7 +126,9 @@ def exchange_seats(group: Ranks, own: Seat, *, timeout_s: float) -> list[Seat]:
     return [Seat(**json.loads(data)) for data in gathered]
 
 
-def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool | None]) -> None:
+def check_seats(
+    seats: list[Seat], rank: int, can_access: Callable[[str], bool | None], *, ranks_per_gpu: int = 1
+) -> None:
     """Whether `rank` can work with all others, before any memory is shared.
 
     Args:
@@ -134,12 +136,14 @@ def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool |
         rank: whose view this is.
         can_access: GPU uuid of a peer on this host -> whether this rank's GPU can address its memory; None where this
             process does not see that GPU, and only mapping the memory will tell.
+        ranks_per_gpu: how many ranks may share a GPU, which is for rehearsals.
 
     Raises:
-        ConfigError: plans differ, or two ranks share a GPU.
+        ConfigError: plans differ, or more ranks share a GPU than may.
         BackendUnavailableError: no peer-to-peer path to another rank.
     """
     own = seats[rank]
+    shared = sum((seat.boot, seat.gpu) == (own.boot, own.gpu) for seat in seats) <= ranks_per_gpu
     for peer, seat in enumerate(seats):
         if peer == rank:
             continue
@@ -154,13 +158,14 @@ def check_seats(seats: list[Seat], rank: int, can_access: Callable[[str], bool |
                 got=f"{own.host} and {seat.host}",
                 expected="GPUs of one host, joined by NVLink or PCIe peer-to-peer",
             )
-        if seat.gpu == own.gpu:
+        if seat.gpu == own.gpu and not shared:
             raise ConfigError(
                 f"ranks {rank} and {peer} are on one GPU",
                 got=own.gpu,
-                hint="call torch.cuda.set_device(local_rank) first, or let one process run all ranks: VirtualRanks()",
+                hint="call torch.cuda.set_device(local_rank) first, or let one process run all ranks: VirtualRanks(). "
+                "To rehearse processes on one GPU, MEGAMOE_RANKS_PER_GPU says how many ranks may share it",
             )
-        if can_access(seat.gpu) is False:
+        if seat.gpu != own.gpu and can_access(seat.gpu) is False:
             raise BackendUnavailableError(
                 f"no peer-to-peer path from rank {rank} ({own.gpu}) to rank {peer} ({seat.gpu})",
                 hint="`nvidia-smi topo -p2p r` or `rocm-smi --showtopoaccess` shows paths; in a virtual machine, pass "

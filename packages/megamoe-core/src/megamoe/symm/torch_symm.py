@@ -5,11 +5,13 @@ The process group carries the collectives, with its own timeout; peers' buffers 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megamoe import env
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
 from megamoe.symm.base import Group, SymmetricBuffer
 
@@ -39,6 +41,8 @@ class TorchSymmGroup(Group):
         """See `Group.allocate`. `timeout_s` bounds the meeting only; mapping follows the process group's timeout."""
         import torch.distributed._symmetric_memory as symm_mem
 
+        if env.ranks_per_gpu() > 1:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch has the same check, read at rendezvous
         failure = ""
         try:
             local = symm_mem.empty(num_bytes, dtype=torch.uint8, device=self._device).zero_()

@@ -273,7 +273,7 @@ class SharedGroups:
 
 
 class ProcessWorld(World):
-    """Ranks as processes; on GPUs, rank r on GPU r.
+    """Ranks as processes; on GPUs, one each (`RankContext.gpu`).
 
     Args:
         backend_name: each process finds the backend through its entry point, as an application does.
@@ -354,7 +354,7 @@ def serve(context: RankContext, address: str, authkey: bytes, backend_name: str,
 
     candidate = load(backend_name)
     assert candidate.backend is not None, candidate.verdict.detail
-    device = torch.device(device_type, context.rank) if device_type == "cuda" else torch.device(device_type)
+    device = context.gpu if device_type == "cuda" else torch.device(device_type)
     agent = Agent(candidate.backend, device, (context.rank,), _group_maker(context, device))
     with Client(address, "AF_UNIX", authkey=authkey) as pipe:
         pipe.send_bytes(pickle.dumps(context.rank))

@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 import torch
 
+from megamoe import env
 from megamoe.backend import Capability
 from megamoe.registry import REFERENCE, load
 from megamoe.testing.cases import MODES, Case, cases, stress_case
@@ -79,8 +80,11 @@ def _make_workbench(config: pytest.Config) -> Workbench:
 def _ep_sizes(asked: str | None, device: torch.device, ranks: RankKind) -> list[int]:
     if asked:
         return [int(size) for size in asked.split(",")]
-    one_gpu_each = device.type == "cuda" and ranks == "processes"
-    return [size for size in (1, 2, 4, 8) if not one_gpu_each or size <= torch.cuda.device_count()]
+    sizes = (1, 2, 4, 8)
+    if device.type == "cuda" and ranks == "processes":
+        most = torch.cuda.device_count() * env.ranks_per_gpu()
+        return [size for size in sizes if size <= most]
+    return list(sizes)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -98,7 +98,7 @@ def _problems(num_tokens: int, transport: Transport) -> tuple[MoEProblem, ...]:
 
 
 def _measure_rank(context: RankContext, rounds: list[Round]) -> tuple[Machine, list[dict[str, list[float]]]]:
-    context.join_gpus(torch.device("cuda", context.rank))
+    context.join_gpus(context.gpu)
     try:
         layers: dict[str, PreparedWeights] = {}
         gemms = GroupedGemms(rounds[0].problems[0])

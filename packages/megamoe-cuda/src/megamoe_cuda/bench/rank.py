@@ -62,8 +62,8 @@ class RankResult:
 
 
 def measure_rank(context: RankContext, measurements: list[Measurement]) -> list[RankResult]:
-    """COLLECTIVE. Body of a rank's process: all measurements of one EP size, on GPU `context.rank`."""
-    context.join_gpus(torch.device("cuda", context.rank))
+    """COLLECTIVE. Body of a rank's process: all measurements of one EP size, on its GPU."""
+    context.join_gpus(context.gpu)
     try:
         experts = make_experts(measurements[0].problem, context.rank)
         assert isinstance(experts, Fp8BlockWeights)
