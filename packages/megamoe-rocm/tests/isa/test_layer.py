@@ -90,20 +90,25 @@ def test_biases_and_a_limit(layers: ModuleType) -> None:
     assert run_calls(layers, layer, device, [(12, 5)])
 
 
-def test_the_fp8_transport_moves_h_and_h_over_32_bytes_a_row(layers: ModuleType) -> None:
-    """Counted from the executed stores to the other rank; what else goes there is the same with either transport."""
-    moved = {}
-    for transport in ("bf16", "fp8_blockwise_1x32"):
-        layer, device = emulated(layers, seed=6, transport=transport)
-        inputs = layers.random_inputs(layer.problem, (24, 9))
-        device.run(layer.launches(inputs)[1], max_steps=MAX_STEPS)
-        moved[transport] = device.machine.stored_bytes
+@pytest.mark.parametrize("quant", ["a4w4", "a8w4"])
+@pytest.mark.parametrize("transport", ["bf16", "fp8_blockwise_1x32"])
+def test_the_fp8_transport_moves_h_and_h_over_32_bytes_a_row(layers: ModuleType, quant: str, transport: str) -> None:
+    """Instead of 2H: counted from the stores that stage 2 executed, to the other rank and to its own."""
+    layer, device = emulated(layers, seed=6, quant=quant, transport=transport)
+    inputs = layers.random_inputs(layer.problem, (24, 9), low=-1)
+    _, launches = layer.launches(inputs)
+    stage_2 = [launch.kernel.__name__ for launch in launches[0]].index("gemm2_p2p")
+    device.run([queue[:stage_2] for queue in launches], max_steps=MAX_STEPS)
+    before = dict(device.machine.stored_bytes)
+    device.run([queue[stage_2 : stage_2 + 1] for queue in launches], max_steps=MAX_STEPS)
     hidden, local = layer.problem.hidden_size, layer.problem.num_local_experts
-    for home in range(2):
-        rows = int((inputs.topk_ids[home] // local != home).sum())  # of this home, computed by the other rank
-        saved = moved["bf16"][1 - home, home] - moved["fp8_blockwise_1x32"][1 - home, home]
-        assert rows > 0
-        assert saved == rows * (2 * hidden - (hidden + hidden // 32))
+    row_bytes = hidden + hidden // 32 if transport != "bf16" else 2 * hidden
+    for home, ids in enumerate(inputs.topk_ids):
+        owners = ids[ids >= 0] // local
+        for rank in range(2):
+            num_rows = int((owners == rank).sum())
+            assert num_rows > 0
+            assert device.machine.stored_bytes[rank, home] - before.get((rank, home), 0) == num_rows * row_bytes
 
 
 def test_executed_code_objects_keep_their_promises(layers: ModuleType) -> None:

@@ -25,9 +25,22 @@ def layout_of(tensor: Any, _semantic: Any = None) -> Any:
     return tl.constexpr(tensor.type.layout) if isinstance(_semantic, GluonSemantic) else None
 
 
+def owners(tensor: Any, _semantic: Any = None) -> Any:
+    """The lanes of a wave, a bit each, that are the first to hold their element of a Gluon tensor.
+
+    The result of a reduction is in several lanes at once. That it is in several registers or waves is refused: what is
+    stored would be stored twice.
+    """
+    layout = _semantic.to_linear_layout(tensor.type.layout, tensor.type.shape).value
+    assert all(any(basis) for basis in (*layout.reg_bases, *layout.warp_bases)), f"an element is held twice: {layout}"
+    copies = sum(1 << bit for bit, basis in enumerate(layout.lane_bases) if not any(basis))
+    return tl.constexpr(sum(1 << lane for lane in range(1 << len(layout.lane_bases)) if lane & copies == 0))
+
+
 # The compiler calls such functions while it translates, and says what it is translating to.
 in_gluon.__triton_builtin__ = True  # type: ignore[attr-defined]
 layout_of.__triton_builtin__ = True  # type: ignore[attr-defined]
+owners.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.jit

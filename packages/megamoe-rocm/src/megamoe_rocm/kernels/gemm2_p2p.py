@@ -32,16 +32,15 @@ def send_rows(
     """
     if FP8:
         words, scales = quantize_blocks(rows, BLOCK_M, BLOCK_N, False)
-        row = rows_like(words, BLOCK_M)
+        pairs = join_columns(scales.to(tl.int32), BLOCK_M, BLOCK_N // 32, 8)
+        # Both loads come before the stores: a wait for a load is one for the stores before it.
+        row, row_of_pair = rows_like(words, BLOCK_M), rows_like(pairs, BLOCK_M)
         home_row = tl.load(home_rows + row, mask=row < num_rows, other=0)
+        home_row_of_pair = tl.load(home_rows + row_of_pair, mask=row_of_pair < num_rows, other=0) + hidden_size
         word = first_column // 4 + columns_like(words, BLOCK_N // 4)
         store_through(home_row.to(tl.pointer_type(tl.int32)) + word, words, row < num_rows, 4)
-        pairs = join_columns(scales.to(tl.int32), BLOCK_M, BLOCK_N // 32, 8)
-        row = rows_like(pairs, BLOCK_M)
-        home_row = tl.load(home_rows + row, mask=row < num_rows, other=0) + hidden_size
         pair = first_column // 64 + columns_like(pairs, BLOCK_N // 64)
-        target = home_row.to(tl.pointer_type(tl.int16)) + pair
-        tl.store(target, pairs.to(tl.int16), mask=row < num_rows, cache_modifier=".wt")
+        store_through(home_row_of_pair.to(tl.pointer_type(tl.int16)) + pair, pairs, row_of_pair < num_rows, 2)
     else:
         words = join_columns(bf16_bits(rows).to(tl.int32), BLOCK_M, BLOCK_N, 16)
         low, high = tl.split(tl.reshape(words, [BLOCK_M, BLOCK_N // 4, 2]))

@@ -140,9 +140,12 @@ class RankMemory:
         return self.bytes(name).view(torch.int64).view(-1)
 
     def start(self, last_epoch: int) -> None:
-        """Ready the flags for the call after `last_epoch`. All ranks do this and meet before any of them launches."""
+        """Ready the flags for the call after `last_epoch`. All ranks do this and meet before any of them launches.
+
+        `dropped_ids`, a sum over all calls, stays.
+        """
         as_int32 = (last_epoch + 2**31) % 2**32 - 2**31
         for name in ("counts_published", "rank_finished", "epoch", "abort"):
             self.words(name).fill_(as_int32)
-        for name in ("counters", "launch_counters", "route_totals", "dropped_ids", "status"):
+        for name in ("counters", "launch_counters", "route_totals", "status"):
             self.words(name).zero_()
