@@ -23,7 +23,8 @@ def store_assembly(num_bytes: Any, lanes_that_store: Any, _semantic: Any = None)
     storing = lanes_that_store.value
     lines = ["v_cmp_ne_u32_e32 vcc, 0, $3"]
     if storing != 2**64 - 1:
-        lines += [f"s_and_b32 vcc_lo, vcc_lo, {storing & 0xFFFFFFFF:#x}", f"s_and_b32 vcc_hi, vcc_hi, {storing >> 32:#x}"]
+        low, high = storing & 0xFFFFFFFF, storing >> 32
+        lines += [f"s_and_b32 vcc_lo, vcc_lo, {low:#x}", f"s_and_b32 vcc_hi, vcc_hi, {high:#x}"]
     lines += [
         "s_and_saveexec_b64 vcc, vcc",
         f"global_store_{WIDTHS[num_bytes.value]} $1, $2, off sc0 sc1",
