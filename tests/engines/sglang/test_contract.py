@@ -341,6 +341,18 @@ def test_layers_share_a_session(layer: FusedMoE) -> None:
     assert_near(made.call(layer, x, ids, weights), exact(experts(), x, ids, weights))
 
 
+def test_layers_are_counted_on_request(monkeypatch: pytest.MonkeyPatch, layer: FusedMoE) -> None:
+    adapter = layer.quant_method._adapter
+    monkeypatch.setattr(adapter, "options", replace(adapter.options, metrics=True))
+    counted, x, ids, weights = _loaded(), *made.routing(5, 0)
+    made.call(counted, x, ids, weights)
+    made.call(layer, x, ids, weights)
+    (metrics,) = megamoe_sglang.metrics()
+    rows = torch.bincount(ids.flatten(), minlength=EXPERTS)
+    assert {name: rows.tolist() for name in metrics.rows_per_layer} == {counted.layer_name: rows.tolist()}
+    assert (metrics.calls, metrics.dropped_ids, metrics.timeouts) == (1, 0, 0)
+
+
 def test_capacity_is_what_sglang_may_pass(layer: FusedMoE) -> None:
     assert layer.quant_method.opened.capacity == runtime_context.cutedsl_moe_max_num_tokens() == 32
     with pytest.raises(CapacityError):

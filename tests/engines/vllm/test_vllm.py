@@ -580,6 +580,28 @@ def test_a_capacity_can_be_given(engine: Any) -> None:
     assert (problem.num_max_tokens_per_rank, problem.transport) == (5, "fp8_blockwise_1x32")
 
 
+def test_layers_are_counted_on_request(engine: Any) -> None:
+    """Under vLLM's names, each once; rows of padding are no rows. A worker hands them on as plain values."""
+    vllm_moe.close()  # counters of other tests' sessions go with them
+    config = made.config()
+    config.additional_config = {"megamoe": {"metrics": True}}
+    first, second = (
+        made.load(made.build(config, prefix=f"model.layers.{i}.mlp.experts"), made.checkpoint(i)) for i in (0, 1)
+    )
+    x, logits = made.tokens(12)
+    made.run(config, first, x, logits)
+    made.run(config, second, x, logits, is_padding=torch.arange(12) >= 7)
+    rows = [torch.bincount(some.topk(TOP_K).indices.flatten(), minlength=EXPERTS) for some in (logits, logits[:7])]
+    (metrics,) = megamoe_vllm.WorkerExtension().megamoe_metrics()
+    assert metrics["rows_per_layer"] == {
+        f"model.layers.{i}.mlp.experts": layer.tolist() for i, layer in enumerate(rows)
+    }
+    assert (metrics["calls"], metrics["dropped_ids"], metrics["timeouts"]) == (2, 0, 0)
+    made.run(engine, made.load(made.build(engine), made.checkpoint()), x, logits)
+    (nothing,) = megamoe_vllm.metrics()
+    assert nothing.calls == 0, "a layer that did not ask is not counted"
+
+
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 OWN = {

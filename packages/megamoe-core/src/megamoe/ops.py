@@ -24,17 +24,23 @@ from torch import Tensor
 
 from megamoe.backend import Session
 from megamoe.errors import InputError, SessionError
+from megamoe.meter import LayerCounter
 from megamoe.problem import QuantMode
 from megamoe.tensors import PreparedWeights
 
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-_handles: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
+_counters: weakref.WeakValueDictionary[int, LayerCounter] = weakref.WeakValueDictionary()
+_handles: weakref.WeakKeyDictionary[Session | LayerCounter, int] = weakref.WeakKeyDictionary()
 _next_handle = itertools.count(1)
 _SEPARATOR = "|"
 
 
-def register(session: Session) -> int:
+def register(session: Session, counter: LayerCounter | None = None) -> int:
     """An integer that stands for `session` in operators; the same one each time. It does not keep the session alive.
+
+    Args:
+        session: of one rank.
+        counter: of a meter of that session: counts each call of the operator with this integer. It is not kept alive.
 
     Raises:
         InputError: a session of virtual ranks, whose forward takes lists.
@@ -42,10 +48,13 @@ def register(session: Session) -> int:
     session.require_open()
     if session.ep_rank is None:
         raise InputError("an operator runs one rank", got="a session of virtual ranks", expected="a session of a group")
-    if session not in _handles:
-        _handles[session] = next(_next_handle)
-        _sessions[_handles[session]] = session
-    return _handles[session]
+    key = session if counter is None else counter
+    if key not in _handles:
+        handle = _handles[key] = next(_next_handle)
+        _sessions[handle] = session
+        if counter is not None:
+            _counters[handle] = counter
+    return _handles[key]
 
 
 def flatten_weights(weights: PreparedWeights) -> tuple[str, list[Tensor]]:
@@ -109,6 +118,9 @@ def forward(
     x = hidden_states if hidden_states_scale is None else (hidden_states, hidden_states_scale)
     weights = _restore_weights(weights_tag, weights_tensors)
     output: Tensor = session.forward(x, topk_ids, topk_weights, weights, num_tokens=num_tokens)
+    counter = _counters.get(handle)
+    if counter is not None:
+        counter()
     return output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import subprocess
 import sys
@@ -109,6 +110,32 @@ def test_tensors_that_are_not_the_layers_are_refused(layer: EngineLayer, change:
 def test_it_is_one_operator_under_compile(layer: EngineLayer) -> None:
     compiled = torch.compile(lambda *arguments: layer(*arguments), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*batch()), layer(*batch()))
+
+
+def test_layers_are_counted_one_by_one_also_under_compile(pool: SessionPool) -> None:
+    """Two layers on one session: rows of each, and what the session dropped once."""
+    first, second = (
+        EngineLayer.open(pool, PROBLEM, experts(seed), backend="reference", device=torch.device("cpu"), counted_as=name)
+        for seed, name in ((0, "layers.0"), (1, "layers.1"))
+    )
+    uncounted = opened(pool, experts(2))
+    x, ids, weights = batch()
+    ids[0] = torch.tensor([4, -1])
+    rows = torch.bincount(ids[1:].flatten(), minlength=4)
+    first(x, ids, weights)
+    second(x[:0], ids[:0], weights[:0])
+    uncounted(x, ids, weights)
+    compiled = torch.compile(lambda *arguments: second(*arguments), fullgraph=True, backend="aot_eager")
+    compiled(x, ids, weights)
+    (metrics,) = pool.metrics()
+    counted = {name: layer.tolist() for name, layer in metrics.rows_per_layer.items()}
+    assert counted == {"layers.0": rows.tolist(), "layers.1": rows.tolist()}
+    assert metrics.rows_per_expert.tolist() == (2 * rows).tolist()
+    assert (metrics.calls, metrics.dropped_ids, metrics.timeouts) == (3, 3, 0)
+    assert metrics.imbalance == pytest.approx(float(4 * rows.max() / rows.sum()))
+    assert json.loads(json.dumps(metrics.as_dict()))["rows_per_layer"] == counted
+    (nothing,) = pool.metrics()
+    assert (nothing.calls, nothing.dropped_ids, nothing.imbalance) == (0, 0, 0)
 
 
 def test_options_are_checked() -> None:

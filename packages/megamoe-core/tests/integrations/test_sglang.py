@@ -38,7 +38,8 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch, release: st
     monkeypatch.setattr(versions, "version", lambda _: release)
     with pytest.raises(ConfigError, match=f"got sglang {release}; expected sglang>=0.5.23,<0.5.24"):
         megamoe_sglang.register()
-    assert not megamoe_sglang._registered
+    assert megamoe_sglang._adapter is None
+    assert megamoe_sglang.metrics() == []
 
 
 def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +82,10 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MEGAMOE_SGLANG_UNSUPPORTED", "engine")
     monkeypatch.setenv("MEGAMOE_SGLANG_TRANSPORT", "fp8_blockwise_1x32")
     monkeypatch.setenv("MEGAMOE_SGLANG_MAX_TOKENS", "512")
+    assert not megamoe_sglang.options_from_environment().metrics
+    monkeypatch.setenv("MEGAMOE_SGLANG_METRICS", "1")
     options = megamoe_sglang.options_from_environment()
+    assert options.metrics
     assert (options.unsupported, options.transport) == ("engine", Transport.FP8_BLOCKWISE_1X32)
     assert options.num_max_tokens_per_rank == 512
 

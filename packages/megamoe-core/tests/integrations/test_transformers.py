@@ -370,6 +370,7 @@ def test_masked_ids_contribute_nothing(adapter: Adapter) -> None:
     layer = adapter.layer(experts, TOP_K)
     assert layer is not None
     assert layer.session.stats().dropped_ids == 0
+    assert adapter.metrics() == []
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -382,6 +383,27 @@ def test_it_compiles_into_one_graph_once_it_has_run(mode: Any, adapter: Adapter)
         for _ in range(2):
             assert torch.equal(compiled(*tokens(9)), expected)
         assert torch.equal(compiled(*tokens(5)), experts(*tokens(5)))
+
+
+def test_layers_are_counted_on_request(adapters: Any) -> None:
+    """By name, each once, in calls of their own and under torch.compile; a layer that is prepared again goes on."""
+    adapter = adapters(num_max_tokens_per_rank=64, metrics=True)
+    first, second, *_ = experts_modules(tiny_models.model("mixtral", experts_implementation="megamoe"))
+    x, ids, weights = tokens(9)
+    torch.compiler.reset()
+    with torch.no_grad():
+        first(x, ids, weights)
+        second(x, ids, weights)
+        torch.compile(second, fullgraph=True, backend="aot_eager")(x, ids, weights)
+        second.down_proj.mul_(2)
+        second(x[:0], ids[:0], weights[:0])
+    rows = torch.bincount(ids.flatten(), minlength=first.num_experts)
+    (metrics,) = adapter.metrics()
+    assert {name: layer.tolist() for name, layer in metrics.rows_per_layer.items()} == {
+        "MixtralExperts.0": rows.tolist(),
+        "MixtralExperts.1": (2 * rows).tolist(),
+    }
+    assert (metrics.calls, metrics.dropped_ids, metrics.timeouts) == (4, 0, 0)
 
 
 def test_a_whole_model_compiles_into_one_graph(adapter: Adapter) -> None:

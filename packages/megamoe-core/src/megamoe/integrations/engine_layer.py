@@ -14,6 +14,7 @@ from megamoe import ops
 from megamoe.backend import Session
 from megamoe.errors import ConfigError, LayoutError
 from megamoe.integrations.sessions import SessionPool
+from megamoe.meter import LayerCounter
 from megamoe.problem import MoEProblem, Transport
 from megamoe.tensors import Fp8BlockWeights, PreparedWeights
 
@@ -35,12 +36,14 @@ class EngineOptions:
         unsupported: what to do with a layer that no usable backend can run.
         transport: how rows travel home.
         num_max_tokens_per_rank: capacity of a session; None takes what the engine says its largest batch is.
+        metrics: count rows per expert, for each layer; see `megamoe.meter`.
     """
 
     backend: str = "auto"
     unsupported: Unsupported | str = Unsupported.ERROR
     transport: Transport | str = Transport.BF16
     num_max_tokens_per_rank: int | None = None
+    metrics: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -58,11 +61,13 @@ class EngineLayer:
         session: runs it, and every other layer that is alike.
         weights: made by that session.
         handle: what stands for the session in `torch.ops.megamoe.forward`.
+        counter: counts this layer's calls, where metrics were asked for.
     """
 
     session: Session
     weights: PreparedWeights
     handle: int
+    counter: LayerCounter | None = None
 
     @classmethod
     def open(
@@ -74,6 +79,7 @@ class EngineLayer:
         backend: str,
         device: torch.device,
         group: Any = None,
+        counted_as: str | None = None,
     ) -> EngineLayer:
         """COLLECTIVE for the first layer of a problem on several ranks: its session is opened and warmed up then.
 
@@ -84,6 +90,7 @@ class EngineLayer:
             backend: "auto" or a name.
             device: where the experts are.
             group: process group of torch.distributed, or None for `ep_size` 1.
+            counted_as: the layer's name among the pool's metrics; None counts nothing.
 
         Raises:
             BackendError: no backend can be used; see `megamoe.integrations.sessions.backend_for`.
@@ -92,7 +99,8 @@ class EngineLayer:
         with torch.inference_mode(False), torch.no_grad():
             session = pool.get(problem, backend=backend, device=device, group=group)
             weights = session.prepare(experts)
-        return cls(session=session, weights=weights, handle=ops.register(session))
+            counter = None if counted_as is None else pool.counter(session, counted_as)
+        return cls(session=session, weights=weights, handle=ops.register(session, counter), counter=counter)
 
     @property
     def capacity(self) -> int:
@@ -135,9 +143,10 @@ class EngineLayer:
             return torch.ops.megamoe.forward(  # type: ignore[no-any-return]
                 self.handle, hidden_states, None, topk_ids, topk_weights, tag, tensors, num_tokens
             )
-        return self.session.forward(  # type: ignore[no-any-return]
-            hidden_states, topk_ids, topk_weights, self.weights, num_tokens=num_tokens
-        )
+        y: Tensor = self.session.forward(hidden_states, topk_ids, topk_weights, self.weights, num_tokens=num_tokens)
+        if self.counter is not None:
+            self.counter()
+        return y
 
 
 def _plain(name: str) -> str:

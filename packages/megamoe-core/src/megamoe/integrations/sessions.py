@@ -11,6 +11,7 @@ import torch
 from megamoe import env
 from megamoe.backend import Backend, Session
 from megamoe.errors import BackendUnavailableError, SessionError
+from megamoe.meter import LayerCounter, Meter, Metrics
 from megamoe.problem import MoEProblem
 from megamoe.registry import REFERENCE, select_backend
 
@@ -49,6 +50,7 @@ class SessionPool:
     def __init__(self) -> None:
         self.closed = False
         self._sessions: dict[tuple[MoEProblem, str | None, torch.device], Session] = {}
+        self._meters: dict[Session, Meter] = {}
 
     def get(self, problem: MoEProblem, *, backend: str, device: torch.device, group: Any = None) -> Session:
         """COLLECTIVE for a new problem of several ranks: the session to use, opened and warmed up.
@@ -76,6 +78,16 @@ class SessionPool:
             self._sessions[key] = session
         return self._sessions[key]
 
+    def counter(self, session: Session, layer: str) -> LayerCounter:
+        """What counts the calls of a layer that one of the pool's sessions runs, under the name `layer`."""
+        if session not in self._meters:
+            self._meters[session] = Meter(session)
+        return self._meters[session].layer(layer)
+
+    def metrics(self) -> list[Metrics]:
+        """Of each session with counters, since it was asked last. Synchronises."""
+        return [metrics for meter in self._meters.values() for metrics in meter.collect()]
+
     def problems(self) -> tuple[MoEProblem, ...]:
         """What the open sessions run."""
         return tuple(session.plan.problem for session in self._sessions.values())
@@ -83,5 +95,6 @@ class SessionPool:
     def close(self) -> None:
         """COLLECTIVE where sessions have several ranks. Close every session; calling it again does nothing."""
         self.closed = True
+        self._meters.clear()
         while self._sessions:
             self._sessions.popitem()[1].close()

@@ -14,11 +14,16 @@ import pkgutil
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megamoe import env
 from megamoe.errors import ConfigError
 from megamoe.integrations.engine_layer import EngineOptions
 from megamoe.integrations.versions import require_version
+
+if TYPE_CHECKING:
+    from megamoe.integrations.sglang_moe import Adapter
+    from megamoe.meter import Metrics
 
 SUPPORTED = ">=0.5.23,<0.5.24"  # as the extra `sglang` of megamoe-core says
 RUNNER = "megamoe_ep"  # "megamoe" is one of SGLang's own names: an all-to-all mode that runs another library's kernel
@@ -142,11 +147,12 @@ def options_from_environment() -> EngineOptions:
         unsupported=env.sglang_unsupported(),
         transport=env.sglang_transport(),
         num_max_tokens_per_rank=env.sglang_max_tokens(),
+        metrics=env.sglang_metrics(),
     )
 
 
 _lock = threading.Lock()
-_registered = False
+_adapter: Adapter | None = None
 
 
 def register() -> None:
@@ -159,14 +165,21 @@ def register() -> None:
         ConfigError: SGLang is missing, or another release than the supported ones; or a name that the adapter relies on
             has changed; or an option makes no sense. Nothing has been registered then.
     """
-    global _registered
+    global _adapter
     with _lock:
-        if _registered:
+        if _adapter is not None:
             return
         require_version("sglang", SUPPORTED)
         require_upstream(UPSTREAM)
         options = options_from_environment()
         from megamoe.integrations import sglang_moe
 
-        sglang_moe.enter(options)
-        _registered = True
+        _adapter = sglang_moe.enter(options)
+
+
+def metrics() -> list[Metrics]:
+    """What each session's calls did in this process since this was asked last. Synchronises.
+
+    Empty without `MEGAMOE_SGLANG_METRICS=1`, and in processes that hold no model: SGLang's schedulers do.
+    """
+    return [] if _adapter is None else _adapter.pool.metrics()

@@ -155,6 +155,7 @@ class MegaMoEMethod(Fp8MoEMethod):  # type: ignore[misc]
             backend=self._adapter.options.backend,
             device=stored["w13_weight"].device,
             group=group,
+            counted_as=str(layer.layer_name) if self._adapter.options.metrics else None,
         )
         for name, tensor in opened.expert_tensors().items():
             stored[name].data = tensor
@@ -251,7 +252,7 @@ def _group_of(layer: Any) -> Any:
     return get_parallel().moe_ep_group.device_group
 
 
-def enter(options: EngineOptions) -> None:
+def enter(options: EngineOptions) -> Adapter:
     """Put the adapter into SGLang: the choice, the two steps of resolution, the runner, the hook."""
     adapter = Adapter(options)
     register_moe_runner_core(RUNNER, RunnerCore)
@@ -263,3 +264,4 @@ def enter(options: EngineOptions) -> None:
     for step, choose in steps.items():
         register_resolution_hook(step)(partial(choose, options))
     HookRegistry.register(HOOKED[0].name, adapter.method_of, HookType.AFTER)
+    return adapter

@@ -53,6 +53,7 @@ class ExpertsOptions:
         transport: how rows travel home.
         keep_parameters: False drops a layer's parameters once they are prepared, for backends that prepare a copy. The
             model then can't be saved, or run by another implementation.
+        metrics: count rows per expert, for each layer: `Adapter.metrics`.
     """
 
     num_max_tokens_per_rank: int = 8192
@@ -62,6 +63,7 @@ class ExpertsOptions:
     act_format: ActFormat | str | None = None
     transport: Transport | str = Transport.BF16
     keep_parameters: bool = True
+    metrics: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -84,6 +86,7 @@ def register(
     act_format: ActFormat | str | None = None,
     transport: Transport | str = Transport.BF16,
     keep_parameters: bool = True,
+    metrics: bool = False,
 ) -> Adapter:
     """Make `name` an `experts_implementation` and an `ep_implementation` of transformers. Opens nothing yet.
 
@@ -107,6 +110,7 @@ def register(
         act_format=act_format,
         transport=transport,
         keep_parameters=keep_parameters,
+        metrics=metrics,
     )
     known = _adapters.get(name)
     if known is not None and not known.closed:

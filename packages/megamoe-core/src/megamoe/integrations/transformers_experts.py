@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from megamoe.errors import BackendError, CaptureError, ConfigError, SessionError
 from megamoe.integrations.sessions import SessionPool
 from megamoe.integrations.transformers import ExpertsOptions, Unsupported
 from megamoe.integrations.transformers_weights import StoredExperts, experts_device, in_format_of, read_experts
+from megamoe.meter import LayerCounter, Metrics
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.tensors import PreparedWeights
 
@@ -45,6 +47,7 @@ class Layer:
         weights: made by that session.
         capacity: tokens of a call.
         as_operands: session, weights' tag and tensors as `torch.ops.megamoe.forward` takes them.
+        counter: counts this layer's calls, where metrics were asked for.
     """
 
     adapter: Adapter
@@ -53,6 +56,7 @@ class Layer:
     weights: PreparedWeights
     capacity: int
     as_operands: tuple[int, str, list[Tensor]]
+    counter: LayerCounter | None
 
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_calls: int = 1) -> Tensor:
         """COLLECTIVE. `[T, H]` in, `[T, H]` out in the same dtype, in `num_calls` calls of at most `capacity` rows."""
@@ -74,7 +78,10 @@ class Layer:
             return torch.ops.megamoe.forward(  # type: ignore[no-any-return]
                 handle, x, None, topk_ids, topk_weights, tag, tensors, None
             )
-        return self.session.forward(x, topk_ids, topk_weights, self.weights)  # type: ignore[no-any-return]
+        y: Tensor = self.session.forward(x, topk_ids, topk_weights, self.weights)
+        if self.counter is not None:
+            self.counter()
+        return y
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copied and pickled as None: a copy of the module has weights of its own, to be prepared anew."""
@@ -90,6 +97,7 @@ class Adapter:
         self.options = options
         self._pool = SessionPool()
         self._refused: set[str] = set()
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     @property
     def closed(self) -> bool:
@@ -99,6 +107,13 @@ class Adapter:
     def problems(self) -> tuple[MoEProblem, ...]:
         """What the open sessions run, one for all layers that are alike."""
         return self._pool.problems()
+
+    def metrics(self) -> list[Metrics]:
+        """What each session's calls did on this rank since this was asked last, where the option `metrics` is set.
+
+        Layers are named by their class and the order in which they were prepared, as "MixtralExperts.0". Synchronises.
+        """
+        return self._pool.metrics()
 
     def close(self) -> None:
         """COLLECTIVE where experts are spread over ranks. Close the sessions; models that name it can't run then."""
@@ -191,16 +206,25 @@ class Adapter:
         prepared = session.prepare(in_format_of(stored.weights, QuantMode(problem.quant)))
         if not self.options.keep_parameters:
             _drop_parameters(experts)
+        counter = self._counter(experts, session)
         layer = Layer(
             adapter=self,
             made_from=_fingerprint(experts, top_k, group),
             session=session,
             weights=prepared,
             capacity=problem.num_max_tokens_per_rank,
-            as_operands=(ops.register(session), *ops.flatten_weights(prepared)),
+            as_operands=(ops.register(session, counter), *ops.flatten_weights(prepared)),
+            counter=counter,
         )
         experts.__dict__[_LAYER] = layer
         return layer
+
+    def _counter(self, experts: nn.Module, session: Session) -> LayerCounter | None:
+        """Of the module, under the same name when it is prepared again."""
+        if not self.options.metrics:
+            return None
+        name = self._names.setdefault(experts, f"{type(experts).__name__}.{len(self._names)}")
+        return self._pool.counter(session, name)
 
     def _say_once(self, experts: nn.Module, error: BackendError) -> None:
         name = type(experts).__name__

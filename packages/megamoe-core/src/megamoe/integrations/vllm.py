@@ -10,9 +10,13 @@ changed for models that are started without the option.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 from megamoe.errors import ConfigError
 from megamoe.integrations.versions import require_version
+
+if TYPE_CHECKING:
+    from megamoe.meter import Metrics
 
 SUPPORTED = ">=0.33,<0.34"  # as the extra `vllm` of megamoe-core says
 NAME = "megamoe"
@@ -38,6 +42,27 @@ def plugin() -> None:
         register()
     except (ConfigError, ImportError) as error:
         logger.warning("--quantization %s is not available in vLLM: %s", NAME, error)
+
+
+def metrics() -> list[Metrics]:
+    """What each session's calls did in this process since this was asked last. Synchronises.
+
+    Empty without the option `metrics`, and in processes that hold no model: vLLM's workers do.
+    """
+    from megamoe.integrations import vllm_moe
+
+    return vllm_moe.metrics()
+
+
+class WorkerExtension:
+    """For vLLM's `--worker-extension-cls megamoe.integrations.vllm.WorkerExtension`: its methods reach every worker.
+
+    `llm.collective_rpc("megamoe_metrics")` returns a list per worker.
+    """
+
+    def megamoe_metrics(self) -> list[dict[str, Any]]:
+        """`metrics()` as plain values, which vLLM carries between processes."""
+        return [one.as_dict() for one in metrics()]
 
 
 def close() -> None:

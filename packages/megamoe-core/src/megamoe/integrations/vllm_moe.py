@@ -48,6 +48,7 @@ from megamoe.integrations.engine_layer import EngineLayer, EngineOptions, Unsupp
 from megamoe.integrations.sessions import SessionPool, backend_for
 from megamoe.integrations.vllm import NAME
 from megamoe.integrations.vllm_layers import BLOCK, FP8_BLOCKS, num_token_shares, read_options, read_problem
+from megamoe.meter import Metrics
 from megamoe.problem import MoEProblem
 from megamoe.tensors import Fp8BlockWeights, GateUpLayout
 
@@ -81,6 +82,11 @@ def close() -> None:
     global _pool
     _pool.close()
     _pool = SessionPool()
+
+
+def metrics() -> list[Metrics]:
+    """Of all sessions with counters, since it was asked last. Synchronises."""
+    return _pool.metrics()
 
 
 class MegaMoEConfig(Fp8Config):  # type: ignore[misc]
@@ -150,6 +156,7 @@ class MegaMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         super().__init__(layer.moe_config)
         self.problem = problem
         self._backend = options.backend
+        self._counted = options.metrics
         self._num_shares = num_token_shares(layer.moe_config)
         self._opened: EngineLayer | None = None
 
@@ -195,7 +202,10 @@ class MegaMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         )
         group = get_ep_group().device_group if self.problem.ep_size > 1 else None
         device = layer.w13_weight.device
-        opened = EngineLayer.open(_pool, self.problem, experts, backend=self._backend, device=device, group=group)
+        opened = EngineLayer.open(
+            _pool, self.problem, experts, backend=self._backend, device=device, group=group,
+            counted_as=layer.layer_name if self._counted else None,
+        )  # fmt: skip
         for name, tensor in opened.expert_tensors().items():
             replace_parameter(layer, PARAMETERS[name], tensor)
         self._opened = opened.reading(_parameters(layer))
