@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
-from megamoe_cuda.symm_nvshmem import bytes_at
+from megamoe_cuda.symm_nvshmem import bytes_at, is_installed
 
 
 def test_a_tensor_shows_the_memory_it_was_given_and_copies_nothing() -> None:
@@ -22,3 +25,11 @@ def test_the_memory_outlives_the_tensor() -> None:
         del_me = bytes_at(owner.data_ptr(), 64, torch.device("cpu"))
         del del_me
     assert (owner == 7).all()
+
+
+def test_a_folder_of_that_name_is_not_nvshmem4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "nvshmem").mkdir()
+    assert not is_installed()
+    (tmp_path / "nvshmem" / "__init__.py").touch()
+    assert is_installed()

@@ -29,7 +29,8 @@ ALIGNMENT = 1024  # bytes; arrays of a workspace start at multiples of it
 
 def is_installed() -> bool:
     """Whether nvshmem4py can be found; imports nothing."""
-    return importlib.util.find_spec("nvshmem") is not None
+    found = importlib.util.find_spec("nvshmem")
+    return found is not None and found.origin is not None  # a mere folder of that name has no origin
 
 
 class NvshmemGroup(Group):
