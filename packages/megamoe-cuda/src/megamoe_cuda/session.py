@@ -14,8 +14,6 @@ until the time-out. A plan with fewer SMs (`device.num_sms`) leaves room for it.
 from __future__ import annotations
 
 import ctypes
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -23,8 +21,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe import env
-from megamoe.backend import HiddenStates, Plan, Session, SessionStats, check_call
+from megamoe.backend import HiddenStates, Plan, StageTaps, check_call
+from megamoe.device_session import DeviceSession, one_each, require_ids
 from megamoe.errors import (
     CaptureError,
     InputError,
@@ -45,13 +43,12 @@ from megamoe_cuda.launcher import FAILURE_RECORD, TRACE_POINTS, Failure, LoadedK
 from megamoe_cuda.taps import read_taps
 from megamoe_cuda.workspace_layout import initial_words, kernel_workspace
 
-logger = logging.getLogger("megamoe.cuda")
-
 INPUT_ALIGNMENT = 16  # bytes; the kernel reads rows in pieces of 16
 MAX_CHECKED = 4096  # sets of shapes and dtypes that a session remembers as right
+RECORD_WORDS = FAILURE_RECORD.size // WORD
 
 
-class CudaSession(Session):
+class CudaSession(DeviceSession):
     """See `megamoe.backend.Session`; made by `CudaBackend.open`."""
 
     weight_layout: ClassVar[str] = kernel_weights.LAYOUT
@@ -66,37 +63,16 @@ class CudaSession(Session):
         timeout_s: float,
         allocate: Callable[[int], PeerMemory],
     ) -> None:
-        """Local; `start` makes the session ready for calls.
-
-        Args:
-            plan: a plan of `CudaBackend`.
-            group: the other ranks; None where this process has all.
-            virtual: whether one call drives all ranks and takes lists.
-            device: the GPU.
-            timeout_s: how long a wait for a peer may take.
-            allocate: COLLECTIVE; workspaces of that many bytes each.
-        """
-        rank = 0 if group is None else group.rank
-        super().__init__(plan, None if virtual else rank)
+        """Local. See `DeviceSession`; `plan` is one of `CudaBackend`, `device` the GPU."""
+        super().__init__(plan, group=group, virtual=virtual, device=device, timeout_s=timeout_s, allocate=allocate)
         assert isinstance(plan.config, SessionConfig)
         self._config = plan.config
-        self._layout = plan.workspace
-        self._group = group
-        self._driven = range(plan.problem.ep_size) if virtual else range(rank, rank + 1)
-        self._device = device
-        self._timeout_s = timeout_s
-        self._allocate = allocate
-        self._memory = PeerMemory(ranks=(), release=_nothing)
         self._addresses: list[int] = []
-        self._check_ids = env.debug()
         self._kernels: dict[str, LoadedKernel] = {}  # by the name of the tile
         self._tiles: dict[int, TileConfig] = {}  # by the number of tokens
         self._last_tile = self._config.tiles[0]
         self._checked: set[tuple[object, ...]] = set()  # shapes and dtypes of arguments that were found right
-        self._calls = 0
-        self._timeouts = 0
-        self._failure: ProtocolError | None = None
-        self._records = pinned_words(len(self._driven) * FAILURE_RECORD.size // WORD)
+        self._records = pinned_words(len(self._driven) * RECORD_WORDS)
         self._records_address = self._records.data_ptr()
         self._record_words = (ctypes.c_uint32 * self._records.numel()).from_address(self._records_address)
         # Rows by driven rank and local expert, of the last call.
@@ -104,21 +80,21 @@ class CudaSession(Session):
             len(self._driven), plan.problem.num_local_experts, dtype=torch.int32, device=device
         )
         self._received_addresses = [row.data_ptr() for row in self._received]
-        self._gate_up: Tensor | None = None  # GEMM1's accumulators by driven rank, where taps are kept
         self._stamps: Tensor | None = None  # times by driven rank, CTA and point, where a trace is kept
 
-    def start(self) -> None:
-        """COLLECTIVE. Allocate the workspaces and make them ready for the first call."""
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def _take_memory(self) -> None:
         self._memory = self._allocate(self._layout.num_bytes)
         self._addresses = [rank.data_ptr() for rank in self._memory.ranks]
-        for rank in self._driven:
-            self._words(rank, "dropped_ids").zero_()
-        self.start_epochs(0)
 
     def _words(self, rank: int, array: str) -> Tensor:
-        """A flag or counter array of a driven rank's workspace, int32."""
         place = self._layout[array]
         return self._memory.ranks[rank][place.offset : place.offset + place.num_bytes].view(torch.int32)
+
+    def _set_flags(self, rank: int, epoch: int) -> None:
+        for name, value in initial_words(self._layout, epoch):
+            self._words(rank, name).fill_(_as_int32(value))
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -143,7 +119,7 @@ class CudaSession(Session):
         arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
         if self.ep_rank is None:
             names = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")
-            per_rank = [_one_each(name, value, len(self._driven)) for name, value in zip(names, arguments, strict=True)]
+            per_rank = [one_each(name, value, len(self._driven)) for name, value in zip(names, arguments, strict=True)]
             calls = [self._prepare_call(index, *values) for index, values in enumerate(zip(*per_rank, strict=True))]
         else:
             calls = [self._prepare_call(0, *arguments)]
@@ -177,7 +153,7 @@ class CudaSession(Session):
         payload, scales = _payload_and_scales(hidden_states)
         self._check_tensors(payload, scales, topk_ids, topk_weights, weights, out)
         if self._check_ids and not torch.cuda.is_current_stream_capturing():
-            _require_ids(topk_ids, self.plan.problem.num_experts)
+            require_ids(topk_ids, self.plan.problem.num_experts)
         payload, topk_ids, topk_weights = payload.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         if scales is not None:
             scales = scales.contiguous()
@@ -292,85 +268,36 @@ class CudaSession(Session):
             ctas_per_rank=self.plan.device.num_sms // num_virtual,
         )
 
-    def warmup(self) -> float:
-        """COLLECTIVE. Compile and load the kernels of every token count; returns the seconds it took."""
-        self._require_healthy()
-        start = time.perf_counter()
+    def _load_kernels(self) -> None:
         for tile in self._config.tiles:
             if tile.name not in self._kernels:
                 self._kernels[tile.name] = self._load(tile)
-        self._meet("warmup")
-        return time.perf_counter() - start
+
+    def _unload_kernels(self) -> None:
+        for kernel in self._kernels.values():
+            kernel.unload()
+        self._kernels.clear()
 
     # -- failures -----------------------------------------------------------------------------------------------
 
-    def _require_healthy(self) -> None:
-        """Raise if the session is closed, or if a call that has ended by now failed. Does not synchronise."""
-        self.require_open()
-        if self._failure is None and any(self._record_words[:: FAILURE_RECORD.size // WORD]):
-            self._failure = self._read_failure()
-            self._timeouts += isinstance(self._failure, MegaMoETimeoutError)
-        if self._failure is not None:
-            raise self._failure
-
-    def _read_failure(self) -> ProtocolError:
+    def _find_failure(self) -> ProtocolError | None:
+        if not any(self._record_words[::RECORD_WORDS]):
+            return None
         data = bytes(self._record_words)
         records = (read_failure(data[i : i + FAILURE_RECORD.size]) for i in range(0, len(data), FAILURE_RECORD.size))
         found = [record for record in records if record is not None]
         for record in found:
-            logger.error("a call failed: %s", record)
+            self._logger.error("a call failed: %s", record)
         # Virtual ranks fail one after the other: the cause before those that heard of it.
         return as_error(min(found, key=lambda record: record.kind == "peer failed"), self._timeout_s)
 
-    def check(self) -> None:
-        """Raise what calls up to now left behind. Synchronises the device."""
-        self.require_open()
-        torch.cuda.synchronize(self._device)
-        self._require_healthy()
-
-    def reset(self) -> None:
-        """COLLECTIVE. Make the session usable again after a failed call."""
-        self.require_open()
-        torch.cuda.synchronize(self._device)
-        self._meet("reset: all launches have ended")
+    def _forget_failure(self) -> None:
         self._records.zero_()
-        self._failure = None
-        self.start_epochs(0)
-
-    def start_epochs(self, epoch: int) -> None:
-        """COLLECTIVE. Make `epoch` the number of the last call on every rank, with no flag raised since."""
-        for rank in self._driven:
-            for name, value in initial_words(self._layout, epoch):
-                self._words(rank, name).fill_(_as_int32(value))
-        torch.cuda.synchronize(self._device)
-        self._meet("reset: all flags are set")
-
-    def _meet(self, phase: str) -> None:
-        if self._group is not None:
-            self._group.barrier(timeout_s=self._timeout_s, phase=phase)
 
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def receive_counts(self) -> Any:
-        """Stream-ordered. `[E_local]` int32 rows that each local expert received in the last call; see `Session`."""
-        self.require_open()
-        counts = list(self._received.clone().unbind())
-        return counts if self.ep_rank is None else counts[0]
-
-    def stats(self) -> Any:
-        """`SessionStats`; synchronises."""
-        self.require_open()
-        stats = [
-            SessionStats(
-                calls=self._calls,
-                dropped_ids=int(self._words(rank, "dropped_ids").item()),
-                timeouts=self._timeouts,
-            )
-            for rank in self._driven
-        ]
-        return stats if self.ep_rank is None else stats[0]
-
-    # -- taps ---------------------------------------------------------------------------------------------------
+    def _receive_counts(self) -> list[Tensor]:
+        return list(self._received.clone().unbind())
 
     def keep_taps(self) -> None:
         """COLLECTIVE. From the next call on, keep what stands between the stages, for tests.
@@ -385,24 +312,16 @@ class CudaSession(Session):
         self._layout = kernel_workspace(self._kernel_config(self._config.tiles[0]))
         rows = max(ring.num_rows for ring in self._config.rings)
         columns = 2 * self._kernel_config(self._config.tiles[0]).intermediate_size
-        self._gate_up = torch.zeros(len(self._driven), rows, columns, device=self._device)
+        self._gate_up = torch.zeros(len(self._driven), rows, columns, device=self._device).unbind()
         self.start()
 
-    def taps(self) -> Any:
-        """`StageTaps` of the last call, None for a rank that received no rows; a list with virtual ranks.
-
-        Raises:
-            SessionError: `keep_taps` was not called before it.
-        """
-        self.require_open()
-        if self._gate_up is None:
-            raise SessionError("this session keeps no taps", hint="call keep_taps() before forward()")
+    def _read_taps(self) -> list[StageTaps | None]:
+        assert self._gate_up is not None
         block_m = self._last_tile.block_m
-        taps = [
+        return [
             read_taps(self.plan.problem, self._layout, self._memory.ranks[rank], gate_up, counts, block_m)
             for rank, gate_up, counts in zip(self._driven, self._gate_up, self._received.tolist(), strict=True)
         ]
-        return taps if self.ep_rank is None else taps[0]
 
     # -- trace --------------------------------------------------------------------------------------------------
 
@@ -429,31 +348,6 @@ class CudaSession(Session):
         if self._stamps is None:
             raise SessionError("this session keeps no trace", hint="call keep_trace() before forward()")
         return tuple(tuple(map(tuple, ctas)) for ctas in self._stamps.tolist())
-
-    # -- end ----------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """COLLECTIVE. Give the workspace back, once every rank's calls have ended; calling it again does nothing."""
-        if self.closed:
-            return
-        self.closed = True
-        self._give_back()
-
-    def _give_back(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._unload_kernels()
-        try:
-            self._meet("close")
-        except (SessionError, ProtocolError, RuntimeError):  # RuntimeError: what torch.distributed raises
-            logger.warning("another rank is gone: memory whose release is collective is kept until this process ends")
-        else:
-            self._memory.release()
-        self._memory = PeerMemory(ranks=(), release=_nothing)
-
-    def _unload_kernels(self) -> None:
-        for kernel in self._kernels.values():
-            kernel.unload()
-        self._kernels.clear()
 
 
 class _Call(NamedTuple):
@@ -497,18 +391,6 @@ def as_error(failure: Failure, timeout_s: float) -> ProtocolError:
     )
 
 
-def _one_each(name: str, value: Any, num_ranks: int) -> Sequence[Any]:
-    """One entry per virtual rank; None stands for None of each."""
-    if value is None:
-        return (None,) * num_ranks
-    if isinstance(value, Tensor | PreparedWeights | int) or len(value) != num_ranks:
-        raise InputError(
-            f"{name} is not one entry per virtual rank", got=type(value).__name__, expected=f"a list of {num_ranks}"
-        )
-    entries: Sequence[Any] = value
-    return entries
-
-
 def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
     if isinstance(hidden_states, Tensor):
         return hidden_states, None
@@ -519,18 +401,6 @@ def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | N
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _require_ids(topk_ids: Tensor, num_experts: int) -> None:
-    """Raise for an id outside [-1, num_experts). Synchronises, hence in debug mode only."""
-    wrong = ((topk_ids < -1) | (topk_ids >= num_experts)).nonzero()
-    if len(wrong):
-        token, slot = wrong[0].tolist()
-        raise InputError(
-            f"topk_ids[{token}, {slot}] is no expert's id",
-            got=f"{topk_ids[token, slot].item()}, and {len(wrong) - 1} more like it",
-            expected=f"-1 to {num_experts - 1}",
-        )
 
 
 def pinned_words(count: int) -> Tensor:
@@ -547,7 +417,3 @@ def current_stream(device_index: int) -> int:
 def _as_int32(value: int) -> int:
     """The int32 of the same bits as a uint32."""
     return value - (1 << 32) if value >= 1 << 31 else value
-
-
-def _nothing() -> None:
-    pass

@@ -9,8 +9,6 @@ With virtual ranks all ranks' launches are on one stream, phase by phase: what a
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megamoe import env
-from megamoe.backend import HiddenStates, Plan, Session, SessionStats, check_call
-from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError, SessionError
+from megamoe.backend import HiddenStates, Plan, StageTaps, check_call
+from megamoe.device_session import DeviceSession, one_each, require_ids
+from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.formats import Quantized, activation_format
 from megamoe.schedule.waves import Ring
 from megamoe.symm import Group, PeerMemory
@@ -33,14 +31,12 @@ from megamoe_rocm.kernels.workspace import STATUS_WORDS, RankMemory, kernel_work
 from megamoe_rocm.runtime.launcher import Launcher
 from megamoe_rocm.taps import read_taps
 
-logger = logging.getLogger("megamoe.rocm")
-
 ALIGNMENT = 16  # bytes; what kernels are told about every tensor
 NO_LIMIT = 2**31 - 1  # num_tokens where the caller gives none
 PEER_GAVE_UP = 2  # in `status` and its reports; kernels/flags.py
 
 
-class RocmSession(Session):
+class RocmSession(DeviceSession):
     """See `megamoe.backend.Session`."""
 
     weight_layout: ClassVar[str] = kernel_weights.LAYOUT
@@ -55,32 +51,12 @@ class RocmSession(Session):
         timeout_s: float,
         allocate: Callable[[int], PeerMemory],
     ) -> None:
-        """Local; `start` makes the session ready for calls.
-
-        Args:
-            plan: a plan whose configuration is a `SessionConfig`.
-            group: the other ranks; None where this process has all.
-            virtual: whether one call drives all ranks and takes lists.
-            launcher: runs launches, and says on which device tensors are.
-            timeout_s: how long a wait for a peer may take.
-            allocate: COLLECTIVE; workspaces of that many bytes each.
-        """
-        rank = 0 if group is None else group.rank
-        super().__init__(plan, None if virtual else rank)
+        """Local. See `DeviceSession`; `launcher` runs launches, and says on which device tensors are."""
+        device = launcher.device
+        super().__init__(plan, group=group, virtual=virtual, device=device, timeout_s=timeout_s, allocate=allocate)
         assert isinstance(plan.config, SessionConfig)
         self._config = plan.config
-        self._layout = plan.workspace
-        self._group = group
-        self._driven = range(plan.problem.ep_size) if virtual else range(rank, rank + 1)
         self._launcher = launcher
-        self._device = device = launcher.device
-        self._timeout_s = timeout_s
-        self._allocate = allocate
-        self._check_ids = env.debug()
-        self._calls = 0
-        self._timeouts = 0
-        self._failure: MegaMoETimeoutError | RankFailedError | None = None
-        self._memory = PeerMemory(ranks=(), release=_nothing)
         self._ranks: dict[int, RankMemory] = {}
         self._peers = torch.empty(0)
         self._parameters: dict[int, Tensor] = {}
@@ -89,11 +65,11 @@ class RocmSession(Session):
         self._reports = torch.zeros(
             len(self._driven), STATUS_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
-        self._gate_up: list[Tensor] = []  # GEMM1's accumulators by driven rank, where taps are kept
         self._last_ring = self._config.rings[0]
 
-    def start(self) -> None:
-        """COLLECTIVE. Allocate the workspaces and make them ready for the first call."""
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def _take_memory(self) -> None:
         layout = self._layout
         if self._group is None:
             self._memory = self._allocate(layout.num_bytes)
@@ -107,10 +83,22 @@ class RocmSession(Session):
         self._parameters = {
             rank: stage1_parameters(self.plan.problem, rank, memory) for rank, memory in self._ranks.items()
         }
-        self.start_epochs(0)
 
     def _local_memory(self) -> Tensor:
         return torch.empty(self._layout.local_bytes, dtype=torch.uint8, device=self._device)
+
+    def _words(self, rank: int, array: str) -> Tensor:
+        return self._ranks[rank].words(array)
+
+    def _set_flags(self, rank: int, epoch: int) -> None:
+        self._ranks[rank].start(epoch)
+
+    def _give_back(self) -> None:
+        super()._give_back()
+        self._ranks = {}
+
+    def _synchronize(self) -> None:
+        self._launcher.synchronize()
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -135,12 +123,14 @@ class RocmSession(Session):
         self._require_healthy()
         values = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
         names = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")
-        per_rank = [self._per_rank(name, value) for name, value in zip(names, values, strict=True)]
+        per_rank = [
+            one_each(name, value, len(self._driven)) if self.ep_rank is None else (value,)
+            for name, value in zip(names, values, strict=True)
+        ]
         calls = [self._checked(index, *arguments) for index, arguments in enumerate(zip(*per_rank, strict=True))]
         self._run(calls)
         self._calls += 1
-        outputs = [call.out for call in calls]
-        return outputs if self.ep_rank is None else outputs[0]
+        return self._per_rank([call.out for call in calls])
 
     def _run(self, calls: Sequence[CallTensors]) -> None:
         """Launch one call of the driven ranks, phase by phase."""
@@ -195,7 +185,7 @@ class RocmSession(Session):
         if topk_ids.device.type != self._device.type:
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
         if self._check_ids:
-            _require_ids(topk_ids, problem.num_experts)
+            require_ids(topk_ids, problem.num_experts)
         payload, scales = _payload_and_scales(hidden_states)
         if out is None:
             out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
@@ -210,7 +200,7 @@ class RocmSession(Session):
             out=out,
             num_tokens=self._limit(num_tokens, num_rows),
             report=self._reports[index],
-            gate_up_tap=self._gate_up[index] if self._gate_up else None,
+            gate_up_tap=None if self._gate_up is None else self._gate_up[index],
         )
 
     def _limit(self, num_tokens: int | Tensor | None, num_rows: int) -> Tensor:
@@ -229,33 +219,18 @@ class RocmSession(Session):
             )
         return num_tokens
 
-    def _per_rank(self, name: str, value: Any) -> Sequence[Any]:
-        """One entry for each driven rank; None stands for None of each."""
-        if self.ep_rank is not None:
-            return (value,)
-        if value is None:
-            return (None,) * len(self._driven)
-        if isinstance(value, Tensor | PreparedWeights | Quantized | int) or len(value) != len(self._driven):
-            raise InputError(
-                f"{name} is not one entry per virtual rank",
-                got=type(value).__name__,
-                expected=f"a list of {len(self._driven)}",
-            )
-        entries: Sequence[Any] = value
-        return entries
+    # -- kernels ------------------------------------------------------------------------------------------------
 
-    def warmup(self) -> float:
-        """COLLECTIVE. Load the kernels of every call that can be made; returns the seconds it took."""
-        self._require_healthy()
-        start = time.perf_counter()
+    def _load_kernels(self) -> None:
         rank = self._driven[0]  # kernels are the same for every rank
         for tile, ring in zip(self._config.tiles, self._config.rings, strict=True):
             rank_call = self._rank_call(rank, tile, ring)
             for call in self._calls_of_all_kinds():
                 for launches in rank_call.phases(call):
                     self._launcher.load(launches)
-        self._meet("warmup")
-        return time.perf_counter() - start
+
+    def _unload_kernels(self) -> None:
+        self._launcher.unload()
 
     def _calls_of_all_kinds(self) -> Iterator[CallTensors]:
         """Calls whose launches differ in their kernels. Their tensors have no memory: they are not made."""
@@ -277,22 +252,21 @@ class RocmSession(Session):
                     out=bf16,
                     num_tokens=self._no_limit,
                     report=self._reports[0],
-                    gate_up_tap=self._gate_up[0] if self._gate_up else None,
+                    gate_up_tap=None if self._gate_up is None else self._gate_up[0],
                 )
 
     # -- failures -----------------------------------------------------------------------------------------------
 
-    def _require_healthy(self) -> None:
-        """Raise if the session is closed, or if a call that has ended by now failed. Does not synchronise."""
-        self.require_open()
-        if self._failure is None:
-            failed = [report for report in self._reports.tolist() if report[0]]
-            if failed:
-                self._failure = self._given_up(failed)
-                self._timeouts += 1
-                logger.error("%s", self._failure)
-        if self._failure is not None:
-            raise self._failure
+    def _find_failure(self) -> ProtocolError | None:
+        failed = [report for report in self._reports.tolist() if report[0]]
+        if not failed:
+            return None
+        failure = self._given_up(failed)
+        self._logger.error("%s", failure)
+        return failure
+
+    def _forget_failure(self) -> None:
+        self._reports.zero_()
 
     def _given_up(self, reports: Sequence[Sequence[int]]) -> MegaMoETimeoutError | RankFailedError:
         """The error of the driven ranks that gave up; a time-out before what followed from it."""
@@ -316,52 +290,10 @@ class RocmSession(Session):
             awaited=awaited,
         )
 
-    def check(self) -> None:
-        """Raise what calls up to now left behind. Synchronises the device."""
-        self.require_open()
-        self._launcher.synchronize()
-        self._require_healthy()
-
-    def reset(self) -> None:
-        """COLLECTIVE. Make the session usable again after a failed call."""
-        self.require_open()
-        self._launcher.synchronize()
-        self._meet("reset: all launches have ended")
-        self._reports.zero_()
-        self._failure = None
-        self.start_epochs(0)
-
-    def start_epochs(self, epoch: int) -> None:
-        """COLLECTIVE. Make `epoch` the number of the last call on every rank, with no flag raised since."""
-        for memory in self._ranks.values():
-            memory.start(epoch)
-        self._launcher.synchronize()
-        self._meet("reset: all flags are set")
-
-    def _meet(self, phase: str) -> None:
-        if self._group is not None:
-            self._group.barrier(timeout_s=self._timeout_s, phase=phase)
-
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def receive_counts(self) -> Any:
-        """Stream-ordered. `[E_local]` int32 rows that each local expert received in the last call; see `Session`."""
-        self.require_open()
-        counts = [memory.words("receive_counts").clone() for memory in self._ranks.values()]
-        return counts if self.ep_rank is None else counts[0]
-
-    def stats(self) -> Any:
-        """`SessionStats`; synchronises."""
-        self.require_open()
-        stats = [
-            SessionStats(
-                calls=self._calls, dropped_ids=int(memory.words("dropped_ids").item()), timeouts=self._timeouts
-            )
-            for memory in self._ranks.values()
-        ]
-        return stats if self.ep_rank is None else stats[0]
-
-    # -- taps ---------------------------------------------------------------------------------------------------
+    def _receive_counts(self) -> list[Tensor]:
+        return [self._words(rank, "receive_counts").clone() for rank in self._driven]
 
     def keep_taps(self) -> None:
         """COLLECTIVE. From the next call on, keep what stands between the stages, for tests.
@@ -379,45 +311,12 @@ class RocmSession(Session):
         self._gate_up = [torch.zeros(rows, columns, device=self._device) for _ in self._driven]
         self.start()
 
-    def taps(self) -> Any:
-        """`StageTaps` of the last call, None for a rank that received no rows; a list with virtual ranks.
-
-        Raises:
-            SessionError: `keep_taps` was not called before it.
-        """
-        self.require_open()
-        if not self._gate_up:
-            raise SessionError("this session keeps no taps", hint="call keep_taps() before forward()")
-        taps = [
-            read_taps(self.plan.problem, memory, self._last_ring, gate_up)
-            for memory, gate_up in zip(self._ranks.values(), self._gate_up, strict=True)
+    def _read_taps(self) -> list[StageTaps | None]:
+        assert self._gate_up is not None
+        return [
+            read_taps(self.plan.problem, self._ranks[rank], self._last_ring, gate_up)
+            for rank, gate_up in zip(self._driven, self._gate_up, strict=True)
         ]
-        return taps if self.ep_rank is None else taps[0]
-
-    # -- end ----------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """COLLECTIVE. Give the workspace back, once every rank's calls have ended; calling it again does nothing."""
-        if self.closed:
-            return
-        self.closed = True
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self._launcher.synchronize()
-        self._launcher.unload()
-        try:
-            self._meet("close")
-        except (SessionError, ProtocolError, RuntimeError):  # RuntimeError: what torch.distributed raises
-            logger.warning("another rank is gone: memory whose release is collective is kept until this process ends")
-        else:
-            self._memory.release()
-        self._ranks = {}
-        self._memory = PeerMemory(ranks=(), release=_nothing)
-
-
-def _nothing() -> None:
-    """Nothing to give back."""
 
 
 def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
@@ -443,14 +342,3 @@ def _aligned(tensor: Tensor) -> Tensor:
 def _no_memory(columns: int, dtype: torch.dtype) -> Tensor:
     """One row."""
     return torch.empty(1, columns, dtype=dtype, device="meta")
-
-
-def _require_ids(topk_ids: Tensor, num_experts: int) -> None:
-    """Raise for an id outside [-1, num_experts). Synchronises, hence in debug mode only."""
-    wrong = topk_ids[(topk_ids < -1) | (topk_ids >= num_experts)]
-    if wrong.numel():
-        raise InputError(
-            "topk_ids holds ids of no expert",
-            got=f"{wrong.numel()} of them, {wrong[0].item()} first",
-            expected=f"-1 to {num_experts - 1}",
-        )

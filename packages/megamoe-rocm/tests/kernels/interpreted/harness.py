@@ -101,6 +101,7 @@ class Layer:
             RankMemory(layout, torch.full((layout.num_bytes,), FILL, dtype=torch.uint8)) for _ in self.weights
         ]
         for memory in self.memory:
+            memory.words("dropped_ids").zero_()
             memory.start(self.last_epoch)
 
     def rank_call(self, rank: int) -> RankCall:
