@@ -80,7 +80,7 @@ def test_wide_ids_are_not_cut(workbench: Workbench) -> None:
 
 
 def test_dropped_ids_are_counted(workbench: Workbench) -> None:
-    """Ids outside [-1, E) are skipped and counted on the rank that brought them; -1 is not counted."""
+    """Ids outside [-1, E) are skipped and counted on the rank that brought them, over resets; -1 is not counted."""
     case = workbench.any_case(ep_size=4, routing="out_of_range")
     calls = workbench.calls(case)
     calls = [
@@ -93,6 +93,7 @@ def test_dropped_ids_are_counted(workbench: Workbench) -> None:
     with workbench.open(case.problem) as session:
         weights = session.prepare(workbench.shards(case))
         session.forward(calls, weights)
+        session.reset()
         session.forward(calls, weights)
         stats = session.stats()
     for rank, (call, counted) in enumerate(zip(calls, stats)):

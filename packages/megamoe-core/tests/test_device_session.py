@@ -1,0 +1,199 @@
+"""The life of a session on a GPU, seen by a backend that only writes down what it is asked to do."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.backend import Plan, SessionStats, StageTaps
+from megamoe.device_session import DeviceSession, one_each, require_ids
+from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError, SessionError
+from megamoe.formats import FP8_1X128, Quantized
+from megamoe.problem import MoEProblem
+from megamoe.reference.backend import ReferenceBackend
+from megamoe.symm import Group, InprocGroup, PeerMemory
+from megamoe.tensors import ExpertWeights, PreparedWeights
+from megamoe.testing.threads import on_ranks
+
+PROBLEM = MoEProblem(
+    hidden_size=128, intermediate_size=128, num_experts=4, top_k=1, num_max_tokens_per_rank=4, ep_size=2
+)
+PLAN: Plan = ReferenceBackend().plan(PROBLEM)
+TIMEOUT = MegaMoETimeoutError(rank=0, peer=1, phase="dispatch", timeout_s=1, epoch=7)
+PEER_FAILED = RankFailedError("rank 1 gave up", rank=0, peer=1)
+
+
+class Diary(DeviceSession):
+    """Calls do nothing; a failure is what `fault` holds; `diary` is what happened, in order."""
+
+    weight_layout = "diary"
+
+    def __init__(self, group: Group | None = None) -> None:
+        self.diary: list[str] = []
+        self.fault: ProtocolError | None = None
+        super().__init__(
+            PLAN,
+            group=group,
+            virtual=group is None,
+            device=torch.device("cpu"),
+            timeout_s=1.0,
+            allocate=lambda num_bytes: PeerMemory(
+                ranks=tuple(torch.full((num_bytes,), 7, dtype=torch.uint8) for _ in range(PROBLEM.ep_size)),
+                release=lambda: self.diary.append("release"),
+            ),
+        )
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        self._require_healthy()
+        self._calls += 1
+
+    def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
+        raise NotImplementedError
+
+    def _take_memory(self) -> None:
+        self._memory = self._allocate(self._layout.num_bytes)
+
+    def _words(self, rank: int, array: str) -> Tensor:
+        place = self._layout[array]
+        return self._memory.ranks[rank][place.offset : place.offset + place.num_bytes].view(torch.int32)
+
+    def _set_flags(self, rank: int, epoch: int) -> None:
+        self.diary.append(f"flags of {rank} at {epoch}")
+
+    def _load_kernels(self) -> None:
+        self.diary.append("load")
+
+    def _unload_kernels(self) -> None:
+        self.diary.append("unload")
+
+    def _find_failure(self) -> ProtocolError | None:
+        return self.fault
+
+    def _forget_failure(self) -> None:
+        self.diary.append("forget")
+        self.fault = None
+
+    def _receive_counts(self) -> list[Tensor]:
+        return [torch.full((PROBLEM.num_local_experts,), rank, dtype=torch.int32) for rank in self._driven]
+
+    def _read_taps(self) -> list[StageTaps | None]:
+        return [None for _ in self._driven]
+
+    def _synchronize(self) -> None:
+        self.diary.append("synchronize")
+
+    def _meet(self, phase: str) -> None:
+        self.diary.append(f"meet: {phase}")
+        super()._meet(phase)
+
+
+def opened(group: Group | None = None) -> Diary:
+    session = Diary(group)
+    session.start()
+    session.diary.clear()
+    return session
+
+
+def test_flags_are_set_only_between_two_meetings_of_all_ranks() -> None:
+    """The first: no launch of an earlier call is under way on any rank. The second: no rank's flag is still old."""
+    session = opened()
+    session.reset()
+    assert session.diary == [
+        "synchronize",
+        "meet: reset: all launches have ended",
+        "forget",
+        "flags of 0 at 0",
+        "flags of 1 at 0",
+        "synchronize",
+        "meet: reset: all flags are set",
+    ]
+
+
+def test_memory_goes_after_the_last_launch_of_the_last_rank() -> None:
+    session = opened()
+    session.close()
+    session.close()
+    assert session.diary == ["synchronize", "unload", "meet: close", "release"]
+    for use in (session.forward, session.warmup, session.check, session.reset, session.stats, session.receive_counts):
+        with pytest.raises(SessionError, match="closed"):
+            use()
+
+
+def test_memory_stays_where_a_rank_does_not_come_to_the_last_meeting(caplog: pytest.LogCaptureFixture) -> None:
+    """A release that is collective would wait for the rank that is gone."""
+
+    def body(group: InprocGroup) -> list[str]:
+        session = opened(group)
+        if group.rank == 0:
+            with caplog.at_level(logging.WARNING, logger=f"megamoe.{PLAN.backend}"):
+                session.close()
+        return session.diary
+
+    assert on_ranks(2, body)[0] == ["synchronize", "unload", "meet: close"]
+    assert "another rank is gone" in caplog.text
+
+
+@pytest.mark.parametrize("fault, timeouts", [(TIMEOUT, 1), (PEER_FAILED, 0)])
+def test_a_failure_is_raised_by_each_use_until_the_reset(fault: ProtocolError, timeouts: int) -> None:
+    """It counts once; a peer that gave up is no time-out of this rank."""
+    session = opened()
+    session.forward()
+    session.fault = fault
+    for use in (session.forward, session.check, session.warmup):
+        with pytest.raises(type(fault)) as raised:
+            use()
+        assert raised.value is fault
+    session.reset()
+    session.forward()
+    session.check()
+    assert session.stats() == [SessionStats(calls=2, timeouts=timeouts)] * 2
+
+
+def test_dropped_ids_are_summed_over_resets_from_zero() -> None:
+    session = opened()  # in memory that was full of sevens
+    session._words(1, "dropped_ids").add_(3)
+    session.reset()
+    assert [stats.dropped_ids for stats in session.stats()] == [0, 3]
+
+
+def test_one_rank_of_a_group_reports_for_itself() -> None:
+    def body(group: InprocGroup) -> tuple[Any, Any]:
+        with opened(group) as session:
+            assert session.warmup() >= 0
+            assert session.diary == ["load", "meet: warmup"]
+            return session.receive_counts().tolist(), session.stats()
+
+    assert on_ranks(2, body) == [([0, 0], SessionStats()), ([1, 1], SessionStats())]
+    with opened() as session:
+        assert [counts.tolist() for counts in session.receive_counts()] == [[0, 0], [1, 1]]
+
+
+def test_taps_have_to_be_kept() -> None:
+    with opened() as session:
+        with pytest.raises(SessionError, match="keep_taps"):
+            session.taps()
+        session._gate_up = [torch.zeros(1)] * 2
+        assert session.taps() == [None, None]
+
+
+QUANTIZED = Quantized(payload=torch.zeros(2, 128).to(torch.float8_e4m3fn), scales=torch.ones(2, 1), fmt=FP8_1X128)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, 3), QUANTIZED, 2, [torch.zeros(2)]])
+def test_virtual_ranks_take_one_entry_each(value: Any) -> None:
+    with pytest.raises(InputError, match="hidden_states is not one entry per virtual rank"):
+        one_each("hidden_states", value, 2)
+    assert one_each("hidden_states", [value, value], 2) == [value, value]
+    assert one_each("out", None, 2) == (None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_no_expert_are_named(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[0, -1], [3, 4], [-2, 1]], dtype=dtype)
+    require_ids(ids[:1], 4)
+    with pytest.raises(InputError, match=r"topk_ids\[1, 1\] is no expert's id; got 4, and 1 more"):
+        require_ids(ids, 4)
