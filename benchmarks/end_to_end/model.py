@@ -41,7 +41,7 @@ class Size:
     context: int
 
 
-DEEPSEEK_V3 = Size(config={"max_position_embeddings": 16384}, prompt=16384, batches=(8, 36, 64), context=256)
+DEEPSEEK_V3 = Size(config={"max_position_embeddings": 16384}, prompt=16384, batches=(8, 16, 36, 64), context=256)
 TINY = Size(
     config={
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128,

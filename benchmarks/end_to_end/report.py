@@ -40,7 +40,8 @@ def _section(result: dict[str, Any]) -> str:
     lines += [
         f"GEMMs of the unfused block: {result['gemm']}. torch {result['torch']}, "
         f"transformers {result['transformers']}, commit {result['commit']}, {result['date']}: "
-        f"`python benchmarks/end_to_end/run.py --ranks {result['ep_size']} --layers {result['num_moe_layers']}`",
+        f"`python benchmarks/end_to_end/run.py --ranks {result['ep_size']} --layers {result['num_moe_layers']} "
+        f"--experts {result['n_routed_experts']}`",
         "",
     ]
     return "\n".join(lines)

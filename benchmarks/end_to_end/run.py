@@ -1,7 +1,9 @@
-"""Time to first token and time per token of a model on two GPUs: through MegaMoE's adapter, and with unfused blocks.
+"""Time to first token and time per token of a model: through MegaMoE's adapter, and with unfused blocks.
 
     python benchmarks/end_to_end/run.py --output benchmarks/results/end-to-end/DATE-2xH200.json
+    python benchmarks/end_to_end/run.py --ranks 1 --experts 32 --output benchmarks/results/end-to-end/DATE-1xH200.json
 
+On one GPU, 32 experts are what one rank of EP8 holds, and a token's eight picks are the rows that it receives there.
 One run measures every implementation on the same model and inputs, in turns. Needs `megamoe-core[transformers]`, and on
 GPUs megamoe-cuda; sgl-deep-gemm 0.1.5 where it is installed. Without GPUs, or with --tiny, a tiny model runs: on the
 CPU reference that shows that the script works, and its times mean nothing.
@@ -325,6 +327,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("end-to-end.json"))
     parser.add_argument("--ranks", type=int, default=2, help="a process each, on GPUs a GPU each; EP1 with one")
     parser.add_argument("--layers", type=int, default=3, help="MoE layers")
+    parser.add_argument("--experts", type=int, help="of a layer, over all ranks; default: the model's 256")
     parser.add_argument("--repeats", type=int, default=5, help="of a prompt; four times as many of a decoding step")
     parser.add_argument("--prompt", type=int, help="tokens of each rank's prompt")
     parser.add_argument("--gemm", choices=("deep_gemm", "torch"), help="of the unfused block; default: what is there")
@@ -332,8 +335,9 @@ def main() -> None:
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
     size = TINY if arguments.tiny or not gpu else DEEPSEEK_V3
+    experts = {"n_routed_experts": arguments.experts} if arguments.experts else {}
     options = Options(
-        size=replace(size, prompt=arguments.prompt or size.prompt),
+        size=replace(size, prompt=arguments.prompt or size.prompt, config=size.config | experts),
         num_ranks=arguments.ranks,
         num_moe_layers=arguments.layers,
         repeats=arguments.repeats,

@@ -7,6 +7,8 @@ How tokens reach their experts is one of two ways:
                   it can't be captured in a CUDA graph
     all-gather    every rank gets all rows and runs its own experts on them; partial sums are reduced and scattered. On
                   two ranks, with eight picks a token, this sends fewer bytes.
+
+On one rank nothing is sent, and no collective is called.
 """
 
 from __future__ import annotations
@@ -145,18 +147,24 @@ class UnfusedExpertParallel(EPImplementation):  # type: ignore[misc]
         return self._math.combine(returned, place.view_as(ids), weights)
 
     def _gather(self, rows: Tensor) -> Tensor:
+        if self._size == 1:
+            return rows
         source = _as_bytes(rows.contiguous())
         gathered = source.new_empty(self._size * source.shape[0], *source.shape[1:])
         dist.all_gather_into_tensor(gathered, source, group=self._group)
         return gathered.view(rows.dtype)
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        if self._size == 1:
+            return rows
         source = _as_bytes(rows.contiguous())
         out = source.new_empty(sum(received), *source.shape[1:])
         dist.all_to_all_single(out, source, received, sent, group=self._group)
         return out.view(rows.dtype)
 
     def _reduce_scatter(self, partial: Tensor) -> Tensor:
+        if self._size == 1:
+            return partial
         own = partial.new_empty(partial.shape[0] // self._size, partial.shape[1])
         dist.reduce_scatter_tensor(own, partial, group=self._group)
         return own

@@ -277,6 +277,31 @@ def test_the_adapter_costs_little(adapters: Any) -> None:
     assert device[0] - device[1] < GRAPH_BUDGET_S
 
 
+def test_replays_of_a_graph_are_counted(adapters: Any) -> None:
+    """Two layers on one session, counted one by one: in calls of their own, and in each replay with another routing."""
+    import tiny_models
+
+    adapter = adapters(num_max_tokens_per_rank=64, quant="a8w8", metrics=True)
+    model = tiny_models.model("mixtral", experts_implementation="megamoe").to(DEVICE)
+    layers = tiny_models.experts_modules(model)[:2]
+    x, ids, router = (part.to(DEVICE) for part in tiny_models.tokens(8))
+    with torch.no_grad():
+        graph, _ = capture(lambda: [layer(x, ids, router) for layer in layers][-1])
+        adapter.metrics()  # what counted so far starts anew
+        expected = torch.zeros(layers[0].num_experts, dtype=torch.int64)
+        for shift in range(5):
+            ids.copy_((ids + shift) % layers[0].num_experts)
+            graph.replay()
+            expected += torch.bincount(ids.flatten().cpu(), minlength=len(expected))
+        layers[1](x, ids, router)
+    (metrics,) = adapter.metrics()
+    last = torch.bincount(ids.flatten().cpu(), minlength=len(expected))
+    first, second = metrics.rows_per_layer.values()
+    assert first.tolist() == expected.tolist()
+    assert second.tolist() == (expected + last).tolist()
+    assert (metrics.calls, metrics.dropped_ids, metrics.timeouts) == (11, 0, 0)
+
+
 def test_a_compiled_model_is_the_model(adapters: Any) -> None:
     """Layers are prepared by a first forward; after that the whole model is one graph."""
     import tiny_models
