@@ -1,7 +1,7 @@
 """Compile the kernels of the conformance matrix on all cores, so that a run on a GPU does not wait for the compiler.
 
 python precompile.py virtual         # one GPU that runs all ranks
-python precompile.py processes [N]   # one GPU per rank, EP 1 to N (2)
+python precompile.py processes [N]   # a process per rank, EP 1 to N (2); follows MEGAMOE_RANKS_PER_GPU
 python precompile.py bench [N]       # the benchmark on N GPUs (2)
 """
 
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from megamoe import env
 from megamoe.bench.suites import SuiteOptions
 from megamoe.problem import MoEProblem, Transport
 from megamoe.schedule.device_spec import H200
@@ -43,11 +44,10 @@ def problems(ep_sizes: tuple[int, ...]) -> Iterator[MoEProblem]:
 def kernels(problem: MoEProblem, virtual: bool) -> Iterator[KernelConfig]:
     """Kernels of a session of `problem` that keeps taps, as cases of the matrix do."""
     num_virtual_ranks = problem.ep_size if virtual else 1
+    ctas_per_rank = H200.num_sms // (problem.ep_size if virtual else env.ranks_per_gpu())
     config = session_config(problem, None).tapped()
     for tile in config.tiles:
-        yield config.kernel(
-            problem, tile, num_virtual_ranks=num_virtual_ranks, ctas_per_rank=H200.num_sms // num_virtual_ranks
-        )
+        yield config.kernel(problem, tile, num_virtual_ranks=num_virtual_ranks, ctas_per_rank=ctas_per_rank)
 
 
 def bench_kernels(num_gpus: int) -> Iterator[KernelConfig]:

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # What decides whether the kernel may be claimed, on a machine with Hopper GPUs: `bash run.sh one|two|faults [arguments]`.
-#   one     the whole matrix with virtual ranks, and the session's own GPU tests
-#   two     EP1 and EP2 with a process per GPU: over NVSHMEM where nvshmem4py is installed, else PyTorch symmetric memory
+#   one     the whole matrix with virtual ranks, and what only GPUs show: sessions, block order, trace, engines, and what
+#           can go wrong around a call (a process per rank; ranks share a GPU where there is one only)
+#   two     EP1 and EP2 with a process per rank: over NVSHMEM where nvshmem4py is installed, else PyTorch symmetric memory.
+#           A GPU each, or with MEGAMOE_RANKS_PER_GPU=2 one for both
 #   faults  seeded faults in the kernel's headers, each of which must be caught
-# Needs megamoe-core[test] and megamoe-cuda with NVRTC; logs go to $OUT, or the current directory.
+# Needs megamoe-core[test,transformers] and megamoe-cuda with NVRTC; logs go to $OUT, or the current directory.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out="${OUT:-.}"
@@ -17,7 +19,10 @@ status=0
 
 if [ "$kind" = one ]; then
     python3 "$here/precompile.py" virtual || status=1
-    python3 -m pytest -p claim "${options[@]}" -s "$here/test_session_gpu.py" 2>&1 | tee "$out/session.log" || status=1
+    for name in session device_order trace engines faults; do
+        file=("$here"/test_"$name"*.py)
+        python3 -m pytest -p claim "${options[@]}" -s "${file[@]}" 2>&1 | tee "$out/$name.log" || status=1
+    done
     "${matrix[@]}" --ranks=virtual "${options[@]}" "$@" 2>&1 | tee "$out/matrix-one.log" || status=1
 elif [ "$kind" = faults ]; then
     python3 "$here/mutations.py" "$@" 2>&1 | tee "$out/faults.log" || status=1
