@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from megamoe.backend import Reason
+from megamoe.cli.console import EXIT_BAD_INPUT
+from megamoe_cuda.cli import app
 from megamoe_cuda.probe import BINDINGS, CUDA_CORE, NVRTC, TORCH_CUDA, Gpu, Machine, judge, look
 
 H200 = Gpu(name="NVIDIA H200", capability=(9, 0))
@@ -47,6 +51,19 @@ def test_each_lack_has_its_own_reason(machine: Machine, reason: Reason, says: st
     verdict = judge(machine)
     assert (verdict.ok, verdict.reason) == (False, reason)
     assert says in verdict.detail
+
+
+@pytest.mark.parametrize("module", ["cuda.bindings.nvrtc", CUDA_CORE])
+def test_a_missing_compiler_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str
+) -> None:
+    """As where megamoe-cuda was installed without its dependencies, or without an extra that brings NVRTC."""
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, ["compile"])
+    assert result.exit_code == EXIT_BAD_INPUT
+    assert "BackendUnavailableError: no compiler for CUDA kernels here" in result.output
+    assert "megamoe-cuda[compile-cu13]" in result.output
 
 
 def test_looking_raises_nothing_and_makes_no_context() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megamoe.backend import Reason, Verdict
+from megamoe.errors import BackendUnavailableError
 
 DRIVER = "libcuda.so.1"
 BINDINGS = "cuda.bindings"
@@ -106,7 +107,7 @@ def _look_at_packages() -> tuple[dict[str, str], tuple[int, int] | None]:
     nvrtc_version = None
     if BINDINGS not in failures:
         try:
-            nvrtc_version = compiler_version()
+            nvrtc_version = _nvrtc_version()
         except (ImportError, RuntimeError) as error:  # cuda-bindings raises RuntimeError where it finds no libnvrtc
             failures[NVRTC] = str(error)
     version = importlib.import_module("torch.version")
@@ -116,12 +117,25 @@ def _look_at_packages() -> tuple[dict[str, str], tuple[int, int] | None]:
 
 
 def compiler_version() -> tuple[int, int]:
-    """Version of NVRTC. Needs no GPU.
+    """Version of NVRTC, where all that compiles with it is installed. Needs no GPU.
 
     Raises:
-        ImportError: cuda-bindings is not installed.
-        RuntimeError: NVRTC is not found.
+        BackendUnavailableError: cuda-bindings, cuda-core or NVRTC is missing; says what to install.
     """
+    try:
+        importlib.import_module(CUDA_CORE)
+        return _nvrtc_version()
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            "no compiler for CUDA kernels here",
+            got=error,
+            expected="cuda-bindings, cuda-core and NVRTC",
+            hint="pip install 'megamoe-cuda[compile-cu13]' (or [compile-cu12]); it needs no GPU",
+        ) from error
+
+
+def _nvrtc_version() -> tuple[int, int]:
+    """ImportError where cuda-bindings is not installed, RuntimeError where it finds no NVRTC."""
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     status, major, minor = nvrtc.nvrtcVersion()
     if int(status) != 0:
