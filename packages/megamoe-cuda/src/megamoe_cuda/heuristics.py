@@ -44,9 +44,9 @@ MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64
 Up to 50 rows nearly all experts fit a block of 64 (50 and twice its root are 64). Between 8 and 32 rows
 none was compared."""
 
-LEAST_PULLED_ROWS = 2
-"""Rows on their way to the pool, in a CTA. In mode bf16 a row takes 2 H bytes of shared memory, in mode a8w4 converted
-weights take 64 KiB, so these modes give up stages for it."""
+LEAST_PULLED_ROWS = {QuantMode.A8W8: 1, QuantMode.BF16: 2, QuantMode.A8W4: 2}
+"""Rows on their way to the pool, in a CTA: a tile gives up stages for them. In mode bf16 a row takes 2 H bytes of shared
+memory, in mode a8w4 converted weights take 64 KiB."""
 LEAST_STAGES = 2
 
 MAX_LAG_BLOCKS = 12
@@ -157,8 +157,7 @@ def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
         raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(names))
     tiles = _tiles_up_to_capacity(problem) if name == AUTO else (tiles_of(problem)[name],)
     rings = tuple(_ring(problem, tile.block_m) for tile in tiles)
-    if problem.quant is not QuantMode.A8W8:
-        tiles = tuple(_with_room_for_rows(problem, tile, ring) for tile, ring in zip(tiles, rings, strict=True))
+    tiles = tuple(_with_room_for_rows(problem, tile, ring) for tile, ring in zip(tiles, rings, strict=True))
     return SessionConfig(name=name, tiles=tiles, rings=rings)
 
 
@@ -179,7 +178,7 @@ def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> Ti
             memory = shared_memory(config.kernel(problem, fewer, num_virtual_ranks=1, ctas_per_rank=1))
         except ConfigError:
             continue
-        if memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS:
+        if memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode(problem.quant)]:
             return fewer
     return replace(tile, num_stages=LEAST_STAGES)
 

@@ -142,6 +142,5 @@ def _weight_scale_bytes(config: KernelConfig) -> int:
 
 
 def _pool_plan_bytes(config: KernelConfig) -> int:
-    """Counts and first entries by source and expert, first rows and blocks by expert (schedule/pool_plan.cuh)."""
-    experts = config.num_local_experts
-    return WORD_BYTES * (config.num_ranks * (experts + experts + 1) + 2 * (experts + 1))
+    """First entries by source and expert, first rows and blocks by expert (schedule/pool_plan.cuh)."""
+    return WORD_BYTES * (config.num_ranks + 2) * (config.num_local_experts + 1)

@@ -26,11 +26,11 @@ __device__ __forceinline__ void exchange_routes(const Cta& cta, uint8_t* shared)
 }
 
 // The plan of the counts that the sources sent, if all did and they are possible; an aborted call plans zero rows.
-__device__ __forceinline__ void plan_pool(const Cta& cta, PoolPlan& plan, bool takes_part) {
-    bool counted = takes_part && await_counts(cta) && load_counts(cta, plan);
+__device__ __forceinline__ void plan_pool(const Cta& cta, SourceCounts& counts, PoolPlan& plan, bool takes_part) {
+    bool counted = takes_part && await_counts(cta) && load_counts(cta, counts);
     counted = __syncthreads_and(counted);
-    counted = counted && build_pool_plan(cta, plan);
-    // The loaders' bulk copies overwrite what routing left in shared memory.
+    counted = counted && build_pool_plan(cta, counts, plan);
+    // The loaders' bulk copies overwrite what routing and the counts left in shared memory.
     ptx::fence_proxy_async_shared();
     if (!__syncthreads_and(counted)) {
         plan_nothing(plan);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     const bool takes_part = megamoe::takes_part(ring.facts());
     if (takes_part) exchange_routes(cta, shared);
     if (threadIdx.x == kWarpSize) prefetch_first_weights(cta);
-    plan_pool(cta, plan, takes_part);
+    plan_pool(cta, *reinterpret_cast<SourceCounts*>(shared), plan, takes_part);
     trace(cta, TracePoint::kPlanned, threadIdx.x == 0);
 
     const uint32_t warp = warp_id();

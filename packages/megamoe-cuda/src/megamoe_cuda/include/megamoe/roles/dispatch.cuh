@@ -37,8 +37,7 @@ __device__ __forceinline__ PoolRow locate_row(const Cta& cta, const PoolPlan& pl
     const uint32_t row_in_block = index % cfg::kBlockM;
     uint32_t src = cta.rank;
 #pragma unroll 1
-    while (index >= plan.counts[src][expert]) {
-        index -= plan.counts[src][expert];
+    for (uint32_t rows; index >= (rows = plan.source_rows(src, expert)); index -= rows) {
         src = src + 1 == cfg::kNumRanks ? 0 : src + 1;
     }
     const RouteEntry* entry = cta.workspace.route_entries(src) + plan.entries_begin[src][expert] + index;

@@ -2,7 +2,7 @@
 //
 // Experts in order; an expert with n rows takes ceil(n / kBlockM) blocks. Within an expert, rows are ordered by source
 // rank, starting at the owner's own, so that owners do not all pull from the same rank. Lives in shared memory, equal
-// in every CTA of the rank.
+// in every CTA of the rank; the counts themselves only while it is made.
 #pragma once
 
 #include "megamoe/ptx/ld_st.cuh"
@@ -11,12 +11,20 @@
 
 namespace megamoe {
 
+// Rows by source and expert, in the pipeline's shared memory, which is not in use yet.
+struct SourceCounts {
+    uint32_t rows[cfg::kNumRanks][cfg::kNumLocalExperts];
+};
+static_assert(sizeof(SourceCounts) <= cfg::kStagesBytes, "the exchanged counts do not fit the pipeline's stages");
+
 struct PoolPlan {
-    uint32_t counts[cfg::kNumRanks][cfg::kNumLocalExperts];           // rows by source and expert
     uint32_t entries_begin[cfg::kNumRanks][cfg::kNumLocalExperts + 1];  // first entry of the expert, by source
     uint32_t rows_begin[cfg::kNumLocalExperts + 1];                   // first row of the expert, padding not counted
     uint32_t blocks_begin[cfg::kNumLocalExperts + 1];                 // first block of the expert
 
+    __device__ __forceinline__ uint32_t source_rows(uint32_t src, uint32_t expert) const {
+        return entries_begin[src][expert + 1] - entries_begin[src][expert];
+    }
     __device__ __forceinline__ uint32_t num_rows() const { return rows_begin[cfg::kNumLocalExperts]; }
     __device__ __forceinline__ uint32_t num_blocks() const { return blocks_begin[cfg::kNumLocalExperts]; }
     __device__ __forceinline__ uint32_t expert_rows(uint32_t expert) const {
@@ -42,25 +50,25 @@ __device__ __forceinline__ bool require_possible(const Cta& cta, uint32_t src, u
 }
 
 // All threads of the CTA; a __syncthreads() follows. False in a thread that found an impossible count.
-__device__ __forceinline__ bool load_counts(const Cta& cta, PoolPlan& plan) {
-    const uint32_t* counts = cta.workspace.route_counts(0);
+__device__ __forceinline__ bool load_counts(const Cta& cta, SourceCounts& counts) {
+    const uint32_t* published = cta.workspace.route_counts(0);
     bool possible = true;
     for (uint32_t i = threadIdx.x; i < cfg::kNumRanks * cfg::kNumLocalExperts; i += blockDim.x) {
-        const uint32_t rows = ptx::ld_l2(counts + i);
-        (&plan.counts[0][0])[i] = rows;
+        const uint32_t rows = ptx::ld_l2(published + i);
+        (&counts.rows[0][0])[i] = rows;
         possible &= require_possible(cta, i / cfg::kNumLocalExperts, i % cfg::kNumLocalExperts, rows);
     }
     return possible;
 }
 
 // All threads, after load_counts() and a barrier; a barrier follows. False in threads that found an impossible sum.
-__device__ __forceinline__ bool build_pool_plan(const Cta& cta, PoolPlan& plan) {
+__device__ __forceinline__ bool build_pool_plan(const Cta& cta, const SourceCounts& counts, PoolPlan& plan) {
     constexpr uint32_t kExperts = cfg::kNumLocalExperts;
     bool possible = true;
     const auto expert_rows = [&](uint32_t expert) {
         uint32_t rows = 0;
 #pragma unroll 1
-        for (uint32_t src = 0; src < cfg::kNumRanks; ++src) rows += plan.counts[src][expert];
+        for (uint32_t src = 0; src < cfg::kNumRanks; ++src) rows += counts.rows[src][expert];
         return rows;
     };
     for (uint32_t task = warp_id(); task < cfg::kNumRanks + 2; task += blockDim.x / kWarpSize) {
@@ -72,7 +80,7 @@ __device__ __forceinline__ bool build_pool_plan(const Cta& cta, PoolPlan& plan) 
         } else {
             const uint32_t src = task - 2;
             const uint32_t rows = warp_prefix_sums(kExperts, plan.entries_begin[src],
-                                                   [&](uint32_t expert) { return plan.counts[src][expert]; });
+                                                   [&](uint32_t expert) { return counts.rows[src][expert]; });
             possible &= require_possible(cta, src, kExperts, rows);
         }
     }
