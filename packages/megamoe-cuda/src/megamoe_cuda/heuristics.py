@@ -45,8 +45,8 @@ Up to 50 rows nearly all experts fit a block of 64 (50 and twice its root are 64
 none was compared."""
 
 LEAST_PULLED_ROWS = {QuantMode.A8W8: 1, QuantMode.BF16: 2, QuantMode.A8W4: 2}
-"""Rows on their way to the pool, in a CTA: a tile gives up stages for them. In mode bf16 a row takes 2 H bytes of shared
-memory, in mode a8w4 converted weights take 64 KiB."""
+"""Rows on their way to the pool, in a CTA: a tile gives up stages for them. In mode bf16 a row takes 2 H bytes of
+shared memory, in mode a8w4 converted weights take 64 KiB."""
 LEAST_STAGES = 2
 
 MAX_LAG_BLOCKS = 12

@@ -4,6 +4,7 @@
 |---|---|
 | `uniform` | distinct experts, each equally likely |
 | `zipf:A` | expert e in proportion to (e + 1)^-A, distinct in a row; `zipf` is `zipf:1` |
+| `warm-rank` | the last rank receives 1.5 times the mean, spread evenly over its experts |
 | `hot-expert` | every row's first pick is one expert |
 | `hot-rank` | all picks on one rank |
 | `ep8-equivalent` | two ranks stand in for one of eight: a pick is on the other rank with probability 7/8 |
@@ -20,12 +21,25 @@ from torch import Tensor
 from megamoe.errors import ConfigError
 from megamoe.testing.routings import Picks, Routing, hot_expert, hot_rank, uniform
 
+WARM = 1.5  # rows of the warm rank, of the mean
 EP8_REMOTE = 7 / 8  # share of a rank's picks that leave it at EP8 under uniform routing
 
 
 def zipf(picks: Picks, rng: torch.Generator, exponent: float = 1.0) -> Tensor:
     """Distinct experts of a row, expert e drawn in proportion to (e + 1)^-exponent."""
-    weights = torch.arange(1, picks.num_experts + 1, dtype=torch.float64) ** -exponent
+    return _drawn(picks, torch.arange(1, picks.num_experts + 1, dtype=torch.float64) ** -exponent, rng)
+
+
+def warm_rank(picks: Picks, rng: torch.Generator) -> Tensor:
+    """Distinct experts of a row, drawn so that the last of several ranks receives `WARM` times the mean."""
+    weights = torch.ones(picks.num_experts, dtype=torch.float64)
+    if picks.ep_size > 1:
+        share = WARM / picks.ep_size
+        weights[-picks.num_local_experts :] = share * (picks.ep_size - 1) / (1 - share)
+    return _drawn(picks, weights, rng)
+
+
+def _drawn(picks: Picks, weights: Tensor, rng: torch.Generator) -> Tensor:
     if picks.num_tokens == 0:
         return torch.zeros(picks.shape, dtype=torch.int64)
     repeats = picks.top_k > picks.num_experts
@@ -52,11 +66,12 @@ def ep8_equivalent(picks: Picks, rng: torch.Generator) -> Tensor:
 _BY_NAME: dict[str, Routing] = {
     "uniform": uniform,
     "zipf": zipf,
+    "warm-rank": warm_rank,
     "hot-expert": hot_expert,
     "hot-rank": hot_rank,
     "ep8-equivalent": ep8_equivalent,
 }
-ROUTING_NAMES = ("uniform", "zipf[:A]", "hot-expert", "hot-rank", "ep8-equivalent")
+ROUTING_NAMES = ("uniform", "zipf[:A]", "warm-rank", "hot-expert", "hot-rank", "ep8-equivalent")
 
 
 def routing(name: str) -> Routing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.backend import Session
-from megamoe.bench.results import Machine
+from megamoe.bench.results import BenchRow, Machine, Timing
 from megamoe.launch import RankContext
 from megamoe.problem import MoEProblem
 from megamoe.tensors import Fp8BlockWeights, PreparedWeights
@@ -92,6 +92,21 @@ def _measure(measurement: Measurement, rank: int, experts: Fp8BlockWeights) -> d
         session.check()
         close_peers()
     return seconds
+
+
+def row_of(bench: str, measurement: Measurement, by_rank: Sequence[RankResult]) -> BenchRow:
+    """The result: our time of the slowest rank, and the other contenders' as peers."""
+    seconds = {name: [result.seconds[name] for result in by_rank] for name in by_rank[0].seconds}
+    return BenchRow.of(
+        bench=bench,
+        machine=by_rank[0].machine,
+        problem=measurement.problem,
+        routing=measurement.routing,
+        num_tokens=measurement.num_tokens,
+        timing=Timing.of(seconds[OURS]),
+        workspace_bytes=CudaBackend().plan(measurement.problem, config=measurement.config).bytes,
+        peers={name: Timing.of(of_ranks).us_median for name, of_ranks in seconds.items() if name != OURS},
+    )
 
 
 def captured(session: Session, weights: PreparedWeights, rounds: list[Inputs], *, quantized: bool) -> Contender:

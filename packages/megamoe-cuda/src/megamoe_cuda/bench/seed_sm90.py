@@ -10,19 +10,19 @@ Inputs are quantised already, as the peers take them; the time from BF16 input s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from megamoe.bench.results import BenchRow, Timing
+from megamoe.bench.results import BenchRow
 from megamoe.bench.suites import Suite, SuiteOptions
 from megamoe.errors import BackendUnavailableError
 from megamoe.launch import run_ranks
 from megamoe.problem import MoEProblem, Transport
 from megamoe_cuda.backend import CudaBackend
 from megamoe_cuda.bench.published import published
-from megamoe_cuda.bench.rank import OURS, Measurement, RankResult, measure_rank
+from megamoe_cuda.bench.rank import Measurement, RankResult, measure_rank, row_of
 
 NAME = "seed-sm90"
 TOKENS = (8, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -121,19 +121,9 @@ def _measurements(setting: Setting, options: SuiteOptions) -> Iterator[Measureme
             )
 
 
-def _row(measurement: Measurement, by_rank: tuple[RankResult, ...]) -> BenchRow:
-    seconds = {name: [result.seconds[name] for result in by_rank] for name in by_rank[0].seconds}
-    peers = {name: Timing.of(of_ranks).us_median for name, of_ranks in seconds.items() if name != OURS}
+def _row(measurement: Measurement, by_rank: Sequence[RankResult]) -> BenchRow:
+    row = row_of(NAME, measurement, by_rank)
     is_seed_layer = measurement.routing == EP8_EQUIVALENT or measurement.problem.ep_size == SEED_EP_SIZE
-    if is_seed_layer and measurement.with_peers:
-        peers |= published(measurement.num_tokens)
-    return BenchRow.of(
-        bench=NAME,
-        machine=by_rank[0].machine,
-        problem=measurement.problem,
-        routing=measurement.routing,
-        num_tokens=measurement.num_tokens,
-        timing=Timing.of(seconds[OURS]),
-        workspace_bytes=CudaBackend().plan(measurement.problem, config=measurement.config).bytes,
-        peers=peers,
-    )
+    if not (is_seed_layer and measurement.with_peers):
+        return row
+    return replace(row, peers=row.peers | published(measurement.num_tokens))
