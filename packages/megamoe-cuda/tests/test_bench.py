@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from megamoe.bench.suites import SuiteOptions, find_suite
 from megamoe.errors import BackendUnavailableError
 from megamoe.problem import Transport
 from megamoe_cuda import backend as cuda_backend
-from megamoe_cuda.bench import modes, seed_sm90
+from megamoe_cuda.bench import modes, seed_sm90, shapes, skew
 from megamoe_cuda.bench.published import published
 from megamoe_cuda.bench.rank import OURS, Measurement, RankResult
 
@@ -95,3 +97,41 @@ def test_too_few_gpus_end_the_suite_with_a_typed_error(
     monkeypatch.setattr(seed_sm90, "run_ranks", lambda *args, **kwargs: [[]])  # one GPU has no rows of so many tokens
     with pytest.raises(BackendUnavailableError, match=says):
         list(find_suite("seed-sm90").run(SuiteOptions(tokens=(1 << 20,))))
+
+
+def test_other_shapes_are_measured_at_every_count_with_both_transports() -> None:
+    for shape in shapes.SHAPES:
+        found = list(shapes._measurements(shape, SuiteOptions()))
+        assert {(each.num_tokens, each.problem.transport) for each in found} == {
+            (num_tokens, transport) for num_tokens in (8, 128, 512, 2048, 8192) for transport in Transport
+        }
+        assert all(each.problem.num_local_experts == shape.num_local_experts for each in found)
+        assert all(cuda_backend.CudaBackend().supports(each.problem).ok for each in found)
+
+
+@pytest.mark.parametrize("routing, imbalance", [("uniform", 1.03), ("warm-rank", 1.5), ("zipf", 4.88)])
+def test_the_busiest_rank_stands_alone_with_the_rows_it_receives(routing: str, imbalance: float) -> None:
+    layer = skew._layer(256)
+    picks = skew.busiest_rank_picks(layer, routing, seed=1)
+    assert len(picks) / (256 * 8) == pytest.approx(imbalance, rel=0.05)
+    rows = picks.bincount(minlength=32).float()
+    assert len(rows) == 32
+    # Zipf's first expert is in four of five tokens; the other routings spread rows evenly over a rank's experts.
+    assert rows.max() / rows.mean() == pytest.approx(5.2 if routing == "zipf" else 1.2, rel=0.15)
+
+
+def test_a_skewed_call_uses_the_tile_of_its_tokens() -> None:
+    few = skew.Round(layer=skew._layer(128), routing="zipf", repeats=1, config=None)
+    assert few.tile == "m64"
+    assert skew.Round(layer=skew._layer(1024), routing="zipf", repeats=1, config=None).tile == "m128n64"
+    assert skew.Round(layer=skew._layer(128), routing="zipf", repeats=1, config="n32").tile == "n32"
+
+
+def test_a_skewed_row_has_balanced_routing_among_its_peers() -> None:
+    each = skew.Round(layer=skew._layer(128), routing="zipf", repeats=1, config=None)
+    problem = skew._layer(128)
+    problem = replace(problem, num_experts=32, ep_size=1, num_max_tokens_per_rank=620)
+    seconds = {OURS: [4e-6], skew.TILE_OF_THE_ROWS: [3e-6], skew.BALANCED: [2e-6]}
+    row = skew._row(each, skew.Result(seconds=seconds, problem=problem, machine=MACHINE))
+    assert (row.us_median, row.num_tokens, row.routing) == (pytest.approx(4), 620, "zipf")
+    assert row.peers == pytest.approx({skew.TILE_OF_THE_ROWS: 3, skew.BALANCED: 2})

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megamoe.errors import ConfigError
-from megamoe.problem import MoEProblem
+from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.simulate import Tiled
-from megamoe_cuda.heuristics import TILES, config_names, session_config
+from megamoe_cuda.heuristics import LEAST_PULLED_ROWS, TILES, config_names, session_config
 from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES, shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -57,6 +57,30 @@ def test_every_kernel_of_a_session_fits_and_shares_one_workspace(
         kernels = [config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132) for tile in config.tiles]
         assert all(shared_memory(kernel).num_bytes <= MAX_DYNAMIC_BYTES for kernel in kernels)
         assert len({kernel_workspace(kernel) for kernel in kernels}) == 1
+
+
+@pytest.mark.parametrize(
+    "ep_size, num_local_experts, hidden_size, stages_of_m128",
+    [
+        (8, 32, 4096, 4),
+        (8, 32, 7168, 4),
+        (8, 48, 7168, 4),
+        (8, 64, 8192, 4),
+        (1, 384, 7168, 4),
+        (32, 32, 7168, 4),
+        (32, 64, 8192, 3),
+        (8, 384, 8192, 3),
+    ],
+)
+def test_many_experts_cost_a_stage_before_they_are_refused(
+    ep_size: int, num_local_experts: int, hidden_size: int, stages_of_m128: int
+) -> None:
+    problem = replace(SEED, ep_size=ep_size, num_experts=num_local_experts * ep_size, hidden_size=hidden_size)
+    config = session_config(problem, "m128")
+    assert config.tiles[0].num_stages == stages_of_m128
+    memory = shared_memory(config.kernel(problem, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=132))
+    assert memory.num_bytes <= MAX_DYNAMIC_BYTES
+    assert memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode.A8W8]
 
 
 @pytest.mark.parametrize("change", [*MODES[1:], {"expert_bias": True}], ids=str)

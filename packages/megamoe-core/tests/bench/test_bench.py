@@ -59,7 +59,7 @@ def _picks(num_tokens: int, src_rank: int = 0, ep_size: int = 2) -> Picks:
     return Picks(num_tokens=num_tokens, top_k=8, num_experts=64, ep_size=ep_size, src_rank=src_rank)
 
 
-@pytest.mark.parametrize("name", ["uniform", "zipf", "zipf:0", "zipf:1.5", "hot-rank", "ep8-equivalent"])
+@pytest.mark.parametrize("name", ["uniform", "zipf", "zipf:0", "zipf:1.5", "warm-rank", "hot-rank", "ep8-equivalent"])
 @pytest.mark.parametrize("num_tokens", [0, 500])
 def test_picks_of_a_row_are_distinct_and_in_range(name: str, num_tokens: int) -> None:
     ids = routing(name)(_picks(num_tokens, src_rank=1), torch.Generator().manual_seed(0))
@@ -94,6 +94,14 @@ def test_zipf_prefers_low_experts() -> None:
         routing("zipf:-1")
     with pytest.raises(ConfigError, match="two ranks"):
         routing("ep8-equivalent")(_picks(4, ep_size=4), torch.Generator())
+
+
+@pytest.mark.parametrize("ep_size", [2, 8])
+def test_the_warm_rank_receives_half_as_much_again(ep_size: int) -> None:
+    ids = routing("warm-rank")(_picks(4000, ep_size=ep_size), torch.Generator().manual_seed(0))
+    rows = (ids // (64 // ep_size)).flatten().bincount(minlength=ep_size)
+    assert rows[-1].item() / rows.float().mean().item() == pytest.approx(1.5, abs=0.06)
+    assert rows[:-1].max() < 1.1 * rows[:-1].float().mean()
 
 
 def test_router_weights_sum_to_one() -> None:
