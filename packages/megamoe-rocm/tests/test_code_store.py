@@ -43,6 +43,19 @@ def store(launches, tmp_path_factory: pytest.TempPathFactory):
     return build(tmp_path_factory.mktemp("code"), launches)
 
 
+def zero_weights(problem):
+    """A rank's experts."""
+    from megamoe.tensors import make_weights
+
+    experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
+
+    def zeros(rows: int, columns: int):
+        payload, scales = (torch.zeros(experts, rows, columns // part, dtype=torch.uint8) for part in (2, 32))
+        return payload, scales + 127
+
+    return make_weights(problem, zeros(2 * inter, hidden), zeros(hidden, inter), layout="packed")
+
+
 def test_a_call_executes_what_the_folder_holds_and_compiling_again_gives_the_same_bytes(
     problem, store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,11 +71,14 @@ def test_a_call_executes_what_the_folder_holds_and_compiling_again_gives_the_sam
         found[code_key(launch)] = launch
         return CodeStore.open(store.folder).find(launch)
 
+    tokens = torch.ones(4, problem.hidden_size, dtype=torch.bfloat16)
+    ids, factors = torch.tensor([[0, 3]] * 4, dtype=torch.int32), torch.ones(4, 2)
     with open_emulated(make_plan(problem, EMULATED, config="m32"), programs=Programs(find)) as session:
-        session.warmup()
-        executed = {code.sha256 for code in session.executed()}
-    assert executed <= set(store.hashes.values())
-    assert {code.name for code in session.executed()} >= {"dispatch_gemm1", "gemm2_p2p", "combine_rows"}
+        weights = [session.prepare(zero_weights(problem)) for _ in range(2)]
+        session.forward([tokens] * 2, [ids] * 2, [factors] * 2, weights)
+        executed = {code.name: code.sha256 for code in session.executed()}
+    assert set(executed.values()) <= set(store.hashes.values())
+    assert set(executed) >= {"dispatch_gemm1", "gemm2_p2p", "combine_rows"}
     monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # not from Triton's cache
     for key, launch in found.items():
         assert compile_launch(launch).sha256 == store.hashes[key]

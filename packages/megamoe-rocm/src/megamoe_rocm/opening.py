@@ -98,12 +98,14 @@ def _require_device(device: torch.device, rung: Rung, fits: bool) -> None:
 def _open_emulated(plan: Plan, group: Any, timeout_s: float) -> RocmSession:
     from megamoe_rocm.isa.session import EmulatedLauncher, EmulatedSession
 
-    if not isinstance(group, VirtualRanks):
+    virtual = isinstance(group, VirtualRanks)
+    if not virtual and (group is not None or plan.problem.ep_size > 1):
         raise ConfigError("the instruction interpreter runs all ranks in one process", hint="pass VirtualRanks()")
     verdict = probe(Rung.ISA)
     if not verdict.ok:
         raise BackendUnavailableError(f"backend rocm can't run here ({verdict.reason}): {verdict.detail}")
-    session = EmulatedSession(plan, launcher=EmulatedLauncher(plan.problem.ep_size), timeout_s=timeout_s)
+    launcher = EmulatedLauncher(plan.problem.ep_size)
+    session = EmulatedSession(plan, launcher=launcher, timeout_s=timeout_s, virtual=virtual)
     session.start()
     return session
 

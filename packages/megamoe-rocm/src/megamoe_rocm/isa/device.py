@@ -52,10 +52,6 @@ class Programs:
         copy._programs = {key: other if value is program else value for key, value in self._programs.items()}
         return copy
 
-    def code_objects(self) -> tuple[CodeObject, ...]:
-        """What was compiled and executed."""
-        return tuple(program.code for program in self._programs.values())
-
 
 class Device:
     """The devices of some ranks, emulated together.
@@ -65,12 +61,15 @@ class Device:
         seed: of the schedule and everything else that is left open.
         programs: shared between devices, to compile once.
         max_resident: workgroups of a launch that are on a device together; all by default.
+
+    `executed` has the code objects of all launches.
     """
 
     def __init__(
         self, *, num_ranks: int, seed: int = 0, programs: Programs | None = None, max_resident: int | None = None
     ) -> None:
         self.machine = Machine(num_ranks=num_ranks, seed=seed)
+        self.executed: dict[str, CodeObject] = {}  # by SHA-256
         self._programs = programs or Programs()
         self._max_resident = max_resident
         self._addresses: dict[int, tuple[int, Tensor]] = {}  # a storage's address here -> in the interpreter
@@ -114,9 +113,9 @@ class Device:
         for name, value in launch.arguments.items():
             arguments[name] = self._address(value, name, rank) if isinstance(value, Tensor) else value
         x, y, z = (*launch.grid, 1, 1)[:3]
-        self.machine.launch(
-            self._programs.get(launch), grid=(x, y, z), arguments=arguments, rank=rank, max_resident=self._max_resident
-        )
+        program = self._programs.get(launch)
+        self.executed[program.code.sha256] = program.code
+        self.machine.launch(program, grid=(x, y, z), arguments=arguments, rank=rank, max_resident=self._max_resident)
 
     def run(self, launches: Sequence[Sequence[Launch]], *, max_steps: int = DEFAULT_MAX_STEPS) -> int:
         """Run each rank's launches in order, all ranks at the same time; returns the number of instructions."""

@@ -7,6 +7,7 @@ for it name a device with few compute units: `plan.device.num_sms` times the til
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -23,13 +24,19 @@ from megamoe_rocm.session import RocmSession
 EMULATED = PLANNED_FOR[Rung.ISA]  # an MI355X of one compute unit
 
 
+@cache
+def shared_programs() -> Programs:
+    """Each kernel is found and decoded once in a process."""
+    return Programs()
+
+
 class EmulatedLauncher(Launcher):
     """Runs the launches of all ranks in the interpreter, side by side, once a call has been queued.
 
     Args:
         num_ranks: how many.
         seed: of the schedule.
-        programs: shared between launchers, to compile once.
+        programs: by default those that all launchers of the process share.
         max_steps: instructions of one call of all ranks; more are a deadlock.
     """
 
@@ -38,7 +45,7 @@ class EmulatedLauncher(Launcher):
     ) -> None:
         self.device = torch.device("cpu")
         self.target = GFX950
-        self.programs = programs or Programs()
+        self.programs = programs or shared_programs()
         self.emulated = Device(num_ranks=num_ranks, seed=seed, programs=self.programs)
         self._max_steps = max_steps
 
@@ -57,18 +64,21 @@ class EmulatedLauncher(Launcher):
 
 
 class EmulatedSession(RocmSession):
-    """A session of virtual ranks; see `megamoe.backend.Session`.
+    """A session of virtual ranks, or of the only one; see `megamoe.backend.Session`.
 
     Args:
         plan: a plan of this package's, for a device of few compute units such as `EMULATED`.
         timeout_s: what a wait for a peer may take, by a clock that counts the instructions of all ranks, 1e8 a second.
         launcher: of the plan's ranks.
+        virtual: whether calls take and return lists, an entry a rank.
     """
 
-    def __init__(self, plan: Plan, *, launcher: EmulatedLauncher, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, plan: Plan, *, launcher: EmulatedLauncher, timeout_s: float = 60.0, virtual: bool = True
+    ) -> None:
         self._emulator = launcher
         super().__init__(
-            plan, group=None, virtual=True, launcher=launcher, timeout_s=timeout_s, allocate=self._workspaces
+            plan, group=None, virtual=virtual, launcher=launcher, timeout_s=timeout_s, allocate=self._workspaces
         )
 
     def _workspaces(self, num_bytes: int) -> PeerMemory:
@@ -80,7 +90,7 @@ class EmulatedSession(RocmSession):
 
     def executed(self) -> tuple[CodeObject, ...]:
         """The code objects that were executed, by their hashes those that a wheel ships."""
-        return self._emulator.programs.code_objects()
+        return tuple(self._emulator.emulated.executed.values())
 
     @property
     def stored_bytes(self) -> dict[tuple[int, int], int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe_rocm.kernels.flags import call_epoch, wait_for_ranks
+from megamoe_rocm.kernels.flags import call_epoch, read_by_one, wait_for_ranks
 
 BLOCK_WORDS = tl.constexpr(4)  # of a row of the block table: local expert, first row within it, rows, unused
 DISPATCH = tl.constexpr(2)  # place of Phase.DISPATCH in launch.PHASES
@@ -47,14 +47,16 @@ def plan_blocks(
         first_entries: the same shape; receives where an expert's entries begin among a source's.
         block_table: `[max_blocks, BLOCK_WORDS]` int32; receives the blocks.
         num_blocks: int32; receives their number, 0 after a time-out.
-        receive_counts: `[num_local_experts]` int32; receives the rows of each expert.
+        receive_counts: `[num_local_experts]` int32; receives the rows of each expert, 0 after a time-out.
         EXPERTS, RANKS, TILE: experts, ranks and blocks handled at a time; RANKS is at least `ep_size`.
     """
     call = call_epoch(epoch)
     wait_for_ranks(counts_published, abort, call, ep_size, patience, status, rank, DISPATCH, RANKS, CLOCK, WAVES, LANES)
 
     src = tl.arange(0, RANKS)
-    is_rank = tl.expand_dims(src < ep_size, 0)
+    # After a time-out nobody's rows are planned: counts that were pushed by halves would make more blocks than there
+    # is room for.
+    is_rank = tl.expand_dims((src < ep_size) & (read_by_one(status) == 0), 0)
     entries = tl.zeros([RANKS], tl.int32)
     total_blocks = 0
     for first in range(0, num_local_experts, EXPERTS):
@@ -85,4 +87,4 @@ def plan_blocks(
             tl.store(row + 1, first_row, mask=block < last_block)
             tl.store(row + 2, tl.minimum(num_rows - first_row, BLOCK_M), mask=block < last_block)
         total_blocks = last_block
-    tl.store(num_blocks, tl.where(tl.load(status, volatile=True) == 0, total_blocks, 0))
+    tl.store(num_blocks, total_blocks)
