@@ -56,7 +56,7 @@ def plan_blocks(
     src = tl.arange(0, RANKS)
     # After a time-out nobody's rows are planned: counts that were pushed by halves would make more blocks than there
     # is room for.
-    is_rank = tl.expand_dims((src < ep_size) & (read_by_one(status) == 0), 0)
+    is_rank = tl.expand_dims(src < tl.where(read_by_one(status) == 0, ep_size, 0), 0)
     entries = tl.zeros([RANKS], tl.int32)
     total_blocks = 0
     for first in range(0, num_local_experts, EXPERTS):
