@@ -15,3 +15,21 @@ protocol in the terms of megamoe.schedule, and a test has the model checker prov
 Sizes are run-time arguments; tile shapes, formats and cache policies are compile-time constants. The files without
 `jit` functions (program.py, workspace.py, launch.py) are ordinary host code.
 """
+
+from __future__ import annotations
+
+import atexit
+import sys
+
+
+@atexit.register
+def forget_kernels() -> None:
+    """Take this package's kernels out of Triton's list of all kernels.
+
+    At the end of a process Triton's bindings look whether something of theirs is still alive, and print it as leaked
+    ("nanobind: leaked 4 instances!"). The list is not cleared by then, and holds kernels, their modules, and with those
+    the bindings' types.
+    """
+    registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
+    for name in [name for name in registry if name.startswith("megamoe_rocm.")]:
+        del registry[name]
