@@ -3,8 +3,8 @@
     python sanitize.py compile                                                            # first: not under the tool
     compute-sanitizer --tool memcheck --kernel-name kns=sm90_mega_moe python sanitize.py
 
-Two virtual ranks of 8 CTAs, so that each CTA runs many tiles; every tile shape, both transports, a ring that wraps,
-several routers. Results are held to the staged reference. Exit 1 where a call fails or is wrong.
+Two virtual ranks of 8 CTAs, so that each CTA runs many tiles; every tile shape in every mode, both transports, a ring that
+wraps, several routers. Results are held to the staged reference. Exit 1 where a call fails or is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from megamoe.backend import VirtualRanks
-from megamoe.problem import MoEProblem, Transport
+from megamoe.problem import ActFormat, MoEProblem, QuantMode, Transport
 from megamoe.reference.staged import staged
 from megamoe.schedule.device_spec import H200
 from megamoe.testing.data import make_weights, shard
@@ -32,16 +32,13 @@ TOKENS = (7, 600)
 
 
 def problems() -> Iterator[MoEProblem]:
-    for transport in Transport:
-        yield MoEProblem(
-            hidden_size=256,
-            intermediate_size=256,
-            num_experts=4,
-            top_k=2,
-            num_max_tokens_per_rank=TOKENS[-1],
-            ep_size=2,
-            transport=transport,
-        )
+    a8w8 = MoEProblem(
+        hidden_size=512, intermediate_size=256, num_experts=4, top_k=2, num_max_tokens_per_rank=TOKENS[-1], ep_size=2
+    )
+    yield a8w8
+    yield replace(a8w8, transport=Transport.FP8_BLOCKWISE_1X32)
+    yield replace(a8w8, quant=QuantMode.BF16)
+    yield replace(a8w8, quant=QuantMode.A8W4, act_format=ActFormat.FP8_1X128)
 
 
 def inputs(problem: MoEProblem, num_tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,7 +74,10 @@ def run() -> bool:
                         expected = torch.cat(staged(problem, hidden, ids, router, shares).outputs)
                     distance = rel_l2(got.float(), expected.float())
                     right &= distance < staged_bounds(problem).y_limit(2 * num_tokens)
-                    print(f"{problem.transport} {name} {num_tokens} tokens: relL2 {distance:.3g}", flush=True)
+                    print(
+                        f"{problem.quant} {problem.transport} {name} {num_tokens} tokens: relL2 {distance:.3g}",
+                        flush=True,
+                    )
     return right
 
 
