@@ -42,7 +42,7 @@ PLANNED_FOR: Mapping[Rung, DeviceSpec] = {
 
 SEEN_RIGHT_ON: Mapping[Rung, str | None] = {
     Rung.GFX950: None,
-    Rung.NVIDIA: "NVIDIA H200s, 2026-11-30: the whole matrix with virtual ranks at 0e127ee, a part of it at 51852cd",
+    Rung.NVIDIA: "an NVIDIA H200, 2026-11-30, 5760c66: the matrix with virtual ranks, half of it over two processes",
     Rung.INTERPRETER: "a CPU, 2026-11-30, layer smoke of the matrix, virtual ranks and processes",
     Rung.ISA: "a CPU, 2026-11-30, three cases of layer smoke of the matrix, and tests/isa/test_layer.py",
 }
