@@ -16,13 +16,10 @@ struct Bf16MainLoop : StageReader {
                                                    Accumulators& sums) {
         await_full(stage);
         ptx::wgmma_fence();
-#pragma unroll
-        for (uint32_t half = 0; half < kHalves; ++half) {
-            uint32_t a = a_descriptor, b = b_descriptor;
-            asm volatile("" : "+r"(a), "+r"(b));  // computed here, not kept for all stages
-            ptx::wgmma_m64n128k64(sums.values[half], a + (stage * cfg::kActivationStageBytes >> 4),
-                                  b + ((stage * cfg::kWeightStageBytes + half * kHalfBytes) >> 4), !is_first);
-        }
+        uint32_t a = a_descriptor, b = b_descriptor;
+        asm volatile("" : "+r"(a), "+r"(b));  // computed here, not kept for all stages
+        ptx::wgmma_k64(sums.values, a + (stage * cfg::kActivationStageBytes >> 4),
+                       b + (stage * cfg::kWeightStageBytes >> 4), !is_first);
         ptx::wgmma_commit();
         ptx::wgmma_wait_all_but_one();
         __syncwarp();

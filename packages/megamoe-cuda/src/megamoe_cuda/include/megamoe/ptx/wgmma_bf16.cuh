@@ -1,4 +1,5 @@
-// BF16 warpgroup MMA, 64 x 128 x 16, FP32 accumulators: operands, descriptors and accumulators as in wgmma.cuh.
+// BF16 warpgroup MMA, 64 x 128 x 16 and 64 x 256 x 16, FP32 accumulators: operands, descriptors and accumulators as in
+// wgmma.cuh.
 #pragma once
 
 #include "megamoe/ptx/wgmma.cuh"
@@ -27,11 +28,58 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint32_t a, uin
         : "r"(a), "r"(b), "r"(accumulate));
 }
 
-// Issues d += a * b over 64 of K (one stage), or d = a * b when `accumulate` is 0; the caller fences and commits.
-__device__ __forceinline__ void wgmma_m64n128k64(float (&d)[64], uint32_t a, uint32_t b, int accumulate) {
+// The same with all 256 columns of a tile: A is read from shared memory once, not once per half.
+__device__ __forceinline__ void wgmma_m64n256k16(float (&d)[2][64], uint32_t a, uint32_t b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %130, 0;\n"
+        "mov.b64 a, {%128, 0x40000040}; mov.b64 b, {%129, 0x40000040};\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, a, b, p, 1, 1, 0, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[0][4]), "+f"(d[0][5]),
+          "+f"(d[0][6]), "+f"(d[0][7]), "+f"(d[0][8]), "+f"(d[0][9]), "+f"(d[0][10]), "+f"(d[0][11]),
+          "+f"(d[0][12]), "+f"(d[0][13]), "+f"(d[0][14]), "+f"(d[0][15]), "+f"(d[0][16]), "+f"(d[0][17]),
+          "+f"(d[0][18]), "+f"(d[0][19]), "+f"(d[0][20]), "+f"(d[0][21]), "+f"(d[0][22]), "+f"(d[0][23]),
+          "+f"(d[0][24]), "+f"(d[0][25]), "+f"(d[0][26]), "+f"(d[0][27]), "+f"(d[0][28]), "+f"(d[0][29]),
+          "+f"(d[0][30]), "+f"(d[0][31]), "+f"(d[0][32]), "+f"(d[0][33]), "+f"(d[0][34]), "+f"(d[0][35]),
+          "+f"(d[0][36]), "+f"(d[0][37]), "+f"(d[0][38]), "+f"(d[0][39]), "+f"(d[0][40]), "+f"(d[0][41]),
+          "+f"(d[0][42]), "+f"(d[0][43]), "+f"(d[0][44]), "+f"(d[0][45]), "+f"(d[0][46]), "+f"(d[0][47]),
+          "+f"(d[0][48]), "+f"(d[0][49]), "+f"(d[0][50]), "+f"(d[0][51]), "+f"(d[0][52]), "+f"(d[0][53]),
+          "+f"(d[0][54]), "+f"(d[0][55]), "+f"(d[0][56]), "+f"(d[0][57]), "+f"(d[0][58]), "+f"(d[0][59]),
+          "+f"(d[0][60]), "+f"(d[0][61]), "+f"(d[0][62]), "+f"(d[0][63]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[1][4]), "+f"(d[1][5]), "+f"(d[1][6]), "+f"(d[1][7]),
+          "+f"(d[1][8]), "+f"(d[1][9]), "+f"(d[1][10]), "+f"(d[1][11]), "+f"(d[1][12]), "+f"(d[1][13]),
+          "+f"(d[1][14]), "+f"(d[1][15]), "+f"(d[1][16]), "+f"(d[1][17]), "+f"(d[1][18]), "+f"(d[1][19]),
+          "+f"(d[1][20]), "+f"(d[1][21]), "+f"(d[1][22]), "+f"(d[1][23]), "+f"(d[1][24]), "+f"(d[1][25]),
+          "+f"(d[1][26]), "+f"(d[1][27]), "+f"(d[1][28]), "+f"(d[1][29]), "+f"(d[1][30]), "+f"(d[1][31]),
+          "+f"(d[1][32]), "+f"(d[1][33]), "+f"(d[1][34]), "+f"(d[1][35]), "+f"(d[1][36]), "+f"(d[1][37]),
+          "+f"(d[1][38]), "+f"(d[1][39]), "+f"(d[1][40]), "+f"(d[1][41]), "+f"(d[1][42]), "+f"(d[1][43]),
+          "+f"(d[1][44]), "+f"(d[1][45]), "+f"(d[1][46]), "+f"(d[1][47]), "+f"(d[1][48]), "+f"(d[1][49]),
+          "+f"(d[1][50]), "+f"(d[1][51]), "+f"(d[1][52]), "+f"(d[1][53]), "+f"(d[1][54]), "+f"(d[1][55]),
+          "+f"(d[1][56]), "+f"(d[1][57]), "+f"(d[1][58]), "+f"(d[1][59]), "+f"(d[1][60]), "+f"(d[1][61]),
+          "+f"(d[1][62]), "+f"(d[1][63])
+        : "r"(a), "r"(b), "r"(accumulate));
+}
+
+// Issues d += a * b over 64 of K (one stage), or d = a * b when `accumulate` is 0; the caller fences and commits. With one
+// half of 128 columns, or two.
+__device__ __forceinline__ void wgmma_k64(float (&d)[1][64], uint32_t a, uint32_t b, int accumulate) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        wgmma_m64n128k16(d, a + kDescriptorPerKStep * k, b + kDescriptorPerKStep * k, k == 0 ? accumulate : 1);
+        wgmma_m64n128k16(d[0], a + kDescriptorPerKStep * k, b + kDescriptorPerKStep * k, k == 0 ? accumulate : 1);
+    }
+}
+__device__ __forceinline__ void wgmma_k64(float (&d)[2][64], uint32_t a, uint32_t b, int accumulate) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        wgmma_m64n256k16(d, a + kDescriptorPerKStep * k, b + kDescriptorPerKStep * k, k == 0 ? accumulate : 1);
     }
 }
 
