@@ -23,6 +23,7 @@ def make_shape(
     lag: int = 1,
     tiles: tuple[int, int] = (2, 2),
     rows_per_pull: int = 1,
+    group: int = 1,
 ) -> ProtocolShape:
     return ProtocolShape(
         ep_size=ep_size,
@@ -33,6 +34,7 @@ def make_shape(
         block_m=block_m,
         ring_blocks=ring,
         lag_blocks=lag,
+        group_blocks=group,
         num_gemm1_tiles=tiles[0],
         num_gemm2_tiles=tiles[1],
         rows_per_pull=rows_per_pull,
@@ -110,6 +112,7 @@ def test_protocol_holds(case: Case) -> None:
 def test_protocol_holds_for_random_routing(seed: int) -> None:
     chooser = random.Random(1000 + seed)
     lag = chooser.randint(0, 3)
+    group = chooser.choice([size for size in (1, 2, 3) if lag % size == 0])
     shape = make_shape(
         ep_size=chooser.randint(1, 4),
         num_ctas=chooser.randint(1, 3),
@@ -117,8 +120,9 @@ def test_protocol_holds_for_random_routing(seed: int) -> None:
         top_k=chooser.randint(1, 3),
         tokens=4,
         block_m=chooser.randint(1, 3),
-        ring=lag + chooser.randint(1, 2),
+        ring=lag + group + chooser.randint(0, 1),
         lag=lag,
+        group=group,
         tiles=(chooser.randint(1, 3), chooser.randint(1, 2)),
         rows_per_pull=chooser.randint(1, 3),
     )
@@ -194,12 +198,12 @@ def test_order_of_raises_is_tried_where_it_matters(heavy_tile: int) -> None:
     assert violation.problem in {Problem.DATA_RACE, Problem.UNWRITTEN}
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_smallest_ring_is_lag_plus_one(lag: int) -> None:
+@pytest.mark.parametrize("lag, group", [(0, 1), (1, 1), (2, 1), (0, 2), (2, 2)])
+def test_smallest_ring_is_lag_plus_group(lag: int, group: int) -> None:
     """What `waves.live_blocks` says, shown by running it."""
-    for ring, is_enough in ((lag, False), (lag + 1, True)):
+    for ring, is_enough in ((lag + group - 1, False), (lag + group, True)):
         if ring:
-            shape = make_shape(ep_size=2, num_ctas=2, block_m=1, ring=ring, lag=lag)
+            shape = make_shape(ep_size=2, num_ctas=3, block_m=1, ring=ring, lag=lag, group=group)
             result = explore(Scenario(shape=shape, calls=(ALL_TO_0,)))
             assert (result.violation is None) == is_enough
             assert is_enough or (result.violation and result.violation.problem is Problem.DEADLOCK)

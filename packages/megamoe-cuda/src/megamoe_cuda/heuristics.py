@@ -14,7 +14,7 @@ from megamoe import backend
 from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.simulate import Tiling
-from megamoe.schedule.tiles import round_up
+from megamoe.schedule.tiles import ceil_div, round_up
 from megamoe.schedule.waves import Ring, default_ring
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, PREFETCHED_K_BLOCKS, KernelConfig, TileConfig, element_bytes
 from megamoe_cuda.smem_budget import shared_memory
@@ -28,9 +28,10 @@ N32 = TileConfig(
 M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224, box_rows=64)
 M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224, box_rows=32)
 M128N64 = replace(M128, name="m128n64", swapped_rows=64)
+M256 = replace(M128, name="m256", block_m=256, cluster_size=2)  # mode bf16
 TILES = {tile.name: tile for tile in (N32, M64, M128, M128N64)}
 
-MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64.name: inf}
+MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64.name: inf, M256.name: inf}
 """Mean rows per expert up to which a tile is used. Seed's shape on an H200, 2026-11-30, us (docs/performance-log.md):
 
     rows   2  n32 198  m128n64 200  m64 204  m128 215     with swapped operands no padding is read
@@ -50,6 +51,7 @@ shared memory, in mode a8w4 converted weights take 64 KiB."""
 LEAST_STAGES = 2
 
 MAX_LAG_BLOCKS = 12
+MAX_LAG_ROWS = 1536
 """GEMM2 trails GEMM1 by no more. Seed's shape on an H200, 2026-11-30: at 512 to 2048 tokens lags of 14 to 28 blocks of
 128 rows were equal and 8 cost 1 to 4%; at 8192 tokens a lag of 64 cost 5% more than one of 12."""
 
@@ -87,7 +89,7 @@ class SessionConfig(backend.KernelConfig):
         return KernelConfig(
             num_ranks=problem.ep_size,
             num_virtual_ranks=num_virtual_ranks,
-            ctas_per_rank=ctas_per_rank,
+            ctas_per_rank=max(ctas_per_rank // tile.cluster_size, 1) * tile.cluster_size,
             num_local_experts=problem.num_local_experts,
             hidden_size=problem.hidden_size,
             intermediate_size=round_up(problem.intermediate_size, BLOCK_K),
@@ -126,6 +128,7 @@ class SessionConfig(backend.KernelConfig):
             box_rows=tile.box_rows,
             lag_blocks=ring.lag_blocks,
             ring_blocks=ring.ring_blocks,
+            group_blocks=ring.group_blocks,
             prefetched_k_blocks=PREFETCHED_K_BLOCKS if one_block_each else 0,
         )
 
@@ -136,9 +139,19 @@ def tiles_of(problem: MoEProblem) -> dict[str, TileConfig]:
     Operands are swapped in mode a8w8 without biases only. Other modes load whole blocks of activations: no others were
     measured.
     """
-    if QuantMode(problem.quant) is QuantMode.A8W8 and not problem.expert_bias:
+    quant = QuantMode(problem.quant)
+    if quant is QuantMode.A8W8 and not problem.expert_bias:
         return TILES
-    return {tile.name: replace(tile, box_rows=tile.block_m) for tile in TILES.values() if not tile.swapped_rows}
+    tiles = [tile for tile in TILES.values() if not tile.swapped_rows]
+    if quant is QuantMode.BF16 and _column_tiles_pair(problem):
+        tiles.append(M256)
+    return {tile.name: replace(tile, box_rows=tile.tile_m) for tile in tiles}
+
+
+def _column_tiles_pair(problem: MoEProblem) -> bool:
+    """Whether clusters of two CTAs can share out the column tiles of both GEMMs."""
+    columns = (2 * round_up(problem.intermediate_size, BLOCK_K), problem.hidden_size)
+    return all(ceil_div(number, BLOCK_N) % M256.cluster_size == 0 for number in columns)
 
 
 def config_names(problem: MoEProblem) -> tuple[str, ...]:
@@ -193,6 +206,6 @@ def _ring(problem: MoEProblem, block_m: int) -> Ring:
     )
     return replace(
         roomy,
-        lag_blocks=min(roomy.lag_blocks, MAX_LAG_BLOCKS),
+        lag_blocks=min(roomy.lag_blocks, MAX_LAG_BLOCKS, MAX_LAG_ROWS // block_m),
         ring_blocks=min(roomy.ring_blocks, MAX_RING_ROWS // element_bytes(QuantMode(problem.quant)) // block_m),
     )

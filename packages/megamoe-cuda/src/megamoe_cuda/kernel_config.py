@@ -20,6 +20,7 @@ PREFETCHED_K_BLOCKS = 6  # of a CTA's first tile, while ranks exchange counts; 3
 MAX_K = 64 * BLOCK_K  # elements; a lane holds the weight scales of two K blocks
 RAGGED_GRANULE = 32  # elements of a row that need not be whole 128-blocks: a scale of the FP8 transport
 SWAPPED_ROWS = (8, 16, 32, 64)  # columns of WGMMAs with swapped operands (ptx/wgmma_few_columns.cuh)
+CLUSTER_SIZES = (1, 2)
 MAX_RANKS = 32  # one lane signals one peer
 REGISTERS_AT_ENTRY = 168  # per thread: 65536 / 384, rounded down to a multiple of 8
 
@@ -30,14 +31,15 @@ class TileConfig:
 
     Attributes:
         name: what `plan(problem, config=...)` calls it.
-        block_m: rows of a tile: 64 or 128; fewer where all of its blocks have swapped operands.
+        block_m: rows of a block: 64 or 128 for each CTA of a cluster; fewer where all blocks have swapped operands.
         num_stages: shared-memory stages of 128 of K.
         swapped_rows: blocks of up to so many rows are multiplied with swapped operands: the weights are the wide one,
             and rows are not padded to 64.
         box_rows: rows that one bulk copy of activations brings; copies without a valid row are left out. A divisor of
-            block_m.
+            tile_m.
         producer_registers: registers per thread of the producer warpgroup; a multiple of 8.
         math_registers: the same of the math warpgroups.
+        cluster_size: CTAs that share a block's rows, and what they load of its weights (pipeline/cluster.cuh): 1 or 2.
     """
 
     name: str
@@ -47,18 +49,27 @@ class TileConfig:
     math_registers: int
     box_rows: int
     swapped_rows: int = 0
+    cluster_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.block_m not in ((64, 128) if self.swapped_rows < self.block_m else SWAPPED_ROWS):
-            raise ConfigError("the SM90 kernel has no such tile height", got=self.block_m, expected="64 or 128")
+        if self.cluster_size not in CLUSTER_SIZES:
+            raise ConfigError("the SM90 kernel has no such clusters", got=self.cluster_size, expected=CLUSTER_SIZES)
+        heights = (64, 128) if self.swapped_rows < self.block_m else SWAPPED_ROWS
+        if self.block_m not in {height * self.cluster_size for height in heights}:
+            raise ConfigError("the SM90 kernel has no such tile height", got=self.tile_m, expected="64 or 128")
         if self.swapped_rows not in (0, *SWAPPED_ROWS) or self.swapped_rows > self.block_m:
             raise ConfigError("no operands are swapped for such rows", got=self.swapped_rows, expected=SWAPPED_ROWS)
-        if self.block_m % self.box_rows or self.box_rows % 8:
+        if self.tile_m % self.box_rows or self.box_rows % 8:
             raise ConfigError("bulk copies of so many rows do not fill a block", got=self.box_rows)
         num_registers = 128 * self.producer_registers + 256 * self.math_registers
         available = REGISTERS_AT_ENTRY * NUM_THREADS
         if num_registers > available:  # the last warpgroup would wait for its registers for ever
             raise ConfigError("the warpgroups' registers exceed the CTA's", got=num_registers, expected=available)
+
+    @property
+    def tile_m(self) -> int:
+        """Rows that one CTA multiplies."""
+        return self.block_m // self.cluster_size
 
 
 def element_bytes(quant: QuantMode) -> int:
@@ -128,8 +139,19 @@ class KernelConfig:
             raise ConfigError(
                 "operands are swapped in mode a8w8 without biases only", got=f"{self.quant}, biases {self.expert_bias}"
             )
+        if self.tile.cluster_size > 1:
+            self._require_clusters()
         if self.ring.block_m != self.tile.block_m or self.ring not in self.session_rings:
             raise ConfigError("the ring is not this tile's, or not the session's", got=self.ring)
+
+    def _require_clusters(self) -> None:
+        size, tiles = self.tile.cluster_size, (self.gemm1_n_tiles, self.gemm2_n_tiles)
+        if self.quant is QuantMode.A8W4:  # packed weights come in one copy
+            raise ConfigError("mode a8w4 has no tiles for clusters", got=str(self.quant))
+        if any(number % size for number in tiles):
+            raise ConfigError(f"clusters of {size} CTAs do not share out these column tiles", got=tiles)
+        if self.ctas_per_rank % size or not self.ctas_per_rank:
+            raise ConfigError(f"clusters of {size} CTAs do not share out these CTAs", got=self.ctas_per_rank)
 
     @property
     def num_experts(self) -> int:
@@ -147,7 +169,7 @@ class KernelConfig:
 
         In mode a8w4 a warpgroup takes half of the columns at any height: it converts those weights only.
         """
-        return self.tile.block_m == 128 and self.quant is not QuantMode.A8W4
+        return self.tile.tile_m == 128 and self.quant is not QuantMode.A8W4
 
     @property
     def has_row_scales(self) -> bool:
@@ -163,6 +185,11 @@ class KernelConfig:
     def input_row_bytes(self) -> int:
         """Payload of a row of GEMM1's input."""
         return self.hidden_size * self.element_bytes
+
+    @property
+    def weight_box_rows(self) -> int:
+        """Rows of weights that one bulk copy brings."""
+        return BLOCK_N // self.tile.cluster_size
 
     @property
     def a2_row_bytes(self) -> int:

@@ -17,7 +17,7 @@ from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe_cuda.driver import check
 from megamoe_cuda.jit.codegen import KERNEL_NAME
 from megamoe_cuda.jit.compiler import CompiledKernel
-from megamoe_cuda.kernel_config import BLOCK_N, NUM_THREADS, KernelConfig
+from megamoe_cuda.kernel_config import NUM_THREADS, KernelConfig
 from megamoe_cuda.tma import TENSOR_MAP_BYTES, byte_matrix_map
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -122,7 +122,7 @@ class LoadedKernel:
         self._function = check(driver.cuModuleGetFunction(self._module, KERNEL_NAME.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, attribute, compiled.dynamic_smem_bytes))
-        self._launch = _launch_config(self.config.num_ctas, compiled.dynamic_smem_bytes)
+        self._launch = _launch_config(self.config.num_ctas, self.config.tile.cluster_size, compiled.dynamic_smem_bytes)
         self._launch_kernel = driver.cuLaunchKernelEx
         self._as_stream = driver.CUstream
         self._stream: int | None = None
@@ -223,11 +223,11 @@ class _ArgumentBlock:
 
     def _write_maps(self, offset: int, workspace: int, call: RankCall) -> None:
         config = self._config
-        box_rows, ring_rows = config.tile.box_rows, config.ring.num_rows
+        box_rows, weight_box, ring_rows = config.tile.box_rows, config.weight_box_rows, config.ring.num_rows
         input_bytes, a2_bytes = config.input_row_bytes, config.a2_row_bytes
         weights = (
-            (call.w13, config.num_local_experts * 2 * config.intermediate_size, input_bytes, BLOCK_N),
-            (call.w2, config.num_local_experts * config.hidden_size, a2_bytes, BLOCK_N),
+            (call.w13, config.num_local_experts * 2 * config.intermediate_size, input_bytes, weight_box),
+            (call.w2, config.num_local_experts * config.hidden_size, a2_bytes, weight_box),
         )
         activations = (
             (workspace + self._layout.offset("pool_payload"), ring_rows, input_bytes, box_rows),
@@ -242,7 +242,7 @@ class _ArgumentBlock:
         ctypes.memmove(ctypes.addressof(self._buffer) + offset, maps, MAPS_BYTES)
 
 
-def _launch_config(num_ctas: int, dynamic_smem_bytes: int) -> Any:
+def _launch_config(num_ctas: int, cluster_size: int, dynamic_smem_bytes: int) -> Any:
     """A cooperative launch: the kernel's CTAs wait for each other, so all must be resident at once."""
     from cuda.bindings import driver
 
@@ -253,6 +253,12 @@ def _launch_config(num_ctas: int, dynamic_smem_bytes: int) -> Any:
     config.gridDimX, config.gridDimY, config.gridDimZ = num_ctas, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = NUM_THREADS, 1, 1
     config.sharedMemBytes = dynamic_smem_bytes
-    config.attrs = [cooperative]
-    config.numAttrs = 1
+    attributes = [cooperative]
+    if cluster_size > 1:
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = cluster_size, 1, 1
+        attributes.append(cluster)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
     return config

@@ -16,7 +16,7 @@ WORD_BYTES = 4
 BARRIER_BYTES = 8
 FACTS_BYTES = 12  # CtaFacts of symm/cta.cuh
 QUEUE_SLOTS = 4  # kQueueSlots of pipeline/tile_queue.cuh
-TILE_BYTES = 24  # Tile of schedule/units.cuh
+TILE_BYTES = 28  # Tile of schedule/units.cuh
 TILE_SLOT_BYTES = 32
 PACKED_STAGE_BYTES = BLOCK_N * (BLOCK_K // 2 + 4)  # mode a8w4: two codes a byte, and a word of table entries per row
 OPERAND_BUFFERS = 2  # of e4m3 operands that packed weights become (pipeline/main_loop_fp4.cuh)
@@ -45,6 +45,8 @@ class SharedMemory:
     barriers: int
     queue_barriers: int
     pull_barriers: int
+    claim_barriers: int
+    claim: int
     result: int
     gave_up: int
     facts: int
@@ -68,9 +70,9 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         ConfigError: it exceeds what an SM90 block may use.
     """
     tile = config.tile
-    activation_stage = tile.block_m * BLOCK_K
+    activation_stage = tile.tile_m * BLOCK_K
     weight_stage = PACKED_STAGE_BYTES if config.quant is QuantMode.A8W4 else BLOCK_N * BLOCK_K
-    scale_stage = tile.block_m * FLOAT_BYTES if config.has_row_scales else 0
+    scale_stage = tile.tile_m * FLOAT_BYTES if config.has_row_scales else 0
 
     activations = 0
     operands = activations + tile.num_stages * activation_stage
@@ -79,15 +81,18 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
     exchanges_amax = config.has_row_scales and not config.split_m and tile.swapped_rows < tile.block_m
-    weight_scales = exchange + (2 * tile.block_m * FLOAT_BYTES if exchanges_amax else 0)  # two warpgroups
+    weight_scales = exchange + (2 * tile.tile_m * FLOAT_BYTES if exchanges_amax else 0)  # two warpgroups
     tiles = weight_scales + (NUM_MATH_WARPS * _weight_scale_bytes(config) if config.has_row_scales else 0)
     barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES
     queue_barriers = barriers + 2 * tile.num_stages * BARRIER_BYTES
     pull_barriers = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
-    result = pull_barriers + MAX_DISPATCH_WARPS * MAX_PULL_SLOTS * BARRIER_BYTES
+    claim_barriers = pull_barriers + MAX_DISPATCH_WARPS * MAX_PULL_SLOTS * BARRIER_BYTES
+    in_cluster = tile.cluster_size > 1
+    result = claim_barriers + (2 * BARRIER_BYTES if in_cluster else 0)
     gave_up = result + WORD_BYTES
     facts = gave_up + WORD_BYTES
-    operand_tables = facts + FACTS_BYTES
+    claim = facts + FACTS_BYTES
+    operand_tables = claim + (WORD_BYTES if in_cluster else 0)
     if config.quant is QuantMode.A8W4:
         operand_tables = round_up(operand_tables, OPERAND_TABLE_BYTES)
     pool_plan = operand_tables + (NUM_OPERAND_TABLES * OPERAND_TABLE_BYTES if config.quant is QuantMode.A8W4 else 0)
@@ -122,6 +127,8 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         barriers=barriers,
         queue_barriers=queue_barriers,
         pull_barriers=pull_barriers,
+        claim_barriers=claim_barriers,
+        claim=claim,
         result=result,
         gave_up=gave_up,
         facts=facts,

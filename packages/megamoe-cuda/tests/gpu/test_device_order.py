@@ -34,7 +34,7 @@ extern "C" __global__ void dump(unsigned int num_blocks, unsigned int* out) {
 """
 
 
-def kernel_config(hidden_size: int, intermediate_size: int, lag_blocks: int) -> KernelConfig:
+def kernel_config(hidden_size: int, intermediate_size: int, lag_blocks: int, group_blocks: int) -> KernelConfig:
     problem = MoEProblem(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -43,7 +43,7 @@ def kernel_config(hidden_size: int, intermediate_size: int, lag_blocks: int) -> 
         num_max_tokens_per_rank=1024,
     )
     config = session_config(problem, "m128")
-    rings = tuple(replace(ring, lag_blocks=lag_blocks) for ring in config.rings)
+    rings = tuple(replace(ring, lag_blocks=lag_blocks, group_blocks=group_blocks) for ring in config.rings)
     return replace(config, rings=rings).kernel(problem, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
 
 
@@ -62,19 +62,20 @@ def dump_order(config: KernelConfig, num_blocks: int) -> list[tuple[bool, int, i
     return [(bool(gemm2), block, n_tile) for gemm2, block, n_tile in out[:-1].tolist()]
 
 
-@pytest.mark.parametrize("lag_blocks", [1, 3, 12])
+@pytest.mark.parametrize(("lag_blocks", "group_blocks"), [(1, 1), (3, 1), (12, 1), (2, 2), (8, 4)])
 @pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(640, 384), (1024, 512)])
 @pytest.mark.parametrize("num_blocks", [0, 1, 3, 12, 40])
 def test_device_order_is_the_schedules(
-    hidden_size: int, intermediate_size: int, lag_blocks: int, num_blocks: int
+    hidden_size: int, intermediate_size: int, lag_blocks: int, group_blocks: int, num_blocks: int
 ) -> None:
     torch.zeros(1, device="cuda")  # a context
-    config = kernel_config(hidden_size, intermediate_size, lag_blocks)
+    config = kernel_config(hidden_size, intermediate_size, lag_blocks, group_blocks)
     sizes = {
         "num_blocks": num_blocks,
         "num_gemm1_tiles": config.gemm1_n_tiles,
         "num_gemm2_tiles": config.gemm2_n_tiles,
         "lag_blocks": lag_blocks,
+        "group_blocks": group_blocks,
     }
     expected = [(unit.phase is Phase.GEMM2, unit.block, unit.n_tile) for unit in block_order(**sizes)]
     assert dump_order(config, num_blocks) == expected

@@ -1,20 +1,21 @@
 """The persistent programs: what every worker of every rank does in one call, and in which order.
 
 The block order
-    Units are GEMM1 and GEMM2 column tiles. In step s of `num_blocks + lag` steps come the GEMM1 tiles of block s (if it
-    exists), then the GEMM2 tiles of block s - lag (if it exists). Each CTA runs its units in increasing order. Here
+    Units are GEMM1 and GEMM2 column tiles. Blocks come in groups of `group_blocks`, the last group perhaps smaller. In
+    step s come the GEMM1 tiles of group s (if it exists), then the GEMM2 tiles of group s - lag / group_blocks (if it
+    exists): column by column, and of a column block by block. Each CTA runs its units in increasing order. Here
     unit i is CTA i mod G's; the CTAs of the SM90 kernel claim the next unit from a counter instead, which keeps the
-    argument below: the CTA that claimed a unit has run all lower units that it claimed. Tiles of a block are
-    neighbours, so that the CTAs that run at one time share the block's activations in the L2 cache; blocks of an expert
-    are neighbours and share its weights.
+    argument below: the CTA that claimed a unit has run all lower units that it claimed. Neighbours run at one time and
+    share what they read in the L2 cache: the weights of a column, and the activations of a group. A group of one block
+    shares no weights; a large one keeps many blocks in the ring.
 
-Why a ring of `ring_blocks > lag` blocks cannot deadlock
+Why a ring of at least `lag + group_blocks` blocks cannot deadlock
     Take a rank whose counts have arrived, and its lowest unit u that has not run. All lower units have run.
     - u = GEMM2(b): it waits for the GEMM1 tiles of b, which are lower.
     - u = GEMM1(b): it waits for the pulls of b. A CTA's dispatch worker pulls in block order, so what could hold a pull
-      of b back is the ring wait of a block b' <= b: that block b' - ring has retired. Its GEMM2 tiles are in step
-      b' - ring + lag < b' <= b, so they are lower than u, and have run.
-    So u can run. With ring = lag, GEMM2(b - ring) would come in step b, after GEMM1(b): a deadlock.
+      of b back is the ring wait of a block b' <= b: that block b' - ring has retired. It lies at least a group more than
+      the lag before b', so its GEMM2 tiles are in a step before that of b', are lower than u, and have run.
+    So u can run. With groups of one and ring = lag, GEMM2(b - ring) would come in step b, after GEMM1(b): a deadlock.
     Counts arrive because stage and route wait for nothing but each other's end on the same rank, and a call's
     `finish` waits for nothing but units and pulls. So every rank's `finish` comes, and with it every `combine`.
 
@@ -67,7 +68,7 @@ from megamoe.schedule.protocol import (
     Wait,
     counter_words,
 )
-from megamoe.schedule.tiles import Block, Counts, plan_blocks, share
+from megamoe.schedule.tiles import Block, Counts, ceil_div, plan_blocks, share
 
 Program: TypeAlias = Generator[Op, Answer, None]
 
@@ -81,38 +82,61 @@ class Unit:
     n_tile: int
 
 
-def block_order(*, num_blocks: int, num_gemm1_tiles: int, num_gemm2_tiles: int, lag_blocks: int) -> Iterator[Unit]:
-    """All units of a rank, in the order in which CTAs take them."""
-    for step in range(num_blocks + lag_blocks):
-        if step < num_blocks:
+def block_order(
+    *, num_blocks: int, num_gemm1_tiles: int, num_gemm2_tiles: int, lag_blocks: int, group_blocks: int = 1
+) -> Iterator[Unit]:
+    """All units of a rank, in the order in which CTAs take them. `lag_blocks` is a multiple of `group_blocks`."""
+    groups = [range(first, min(first + group_blocks, num_blocks)) for first in range(0, num_blocks, group_blocks)]
+    lag = lag_blocks // group_blocks
+    for step in range(len(groups) + lag):
+        if step < len(groups):
             for n_tile in range(num_gemm1_tiles):
-                yield Unit(phase=Phase.GEMM1, block=step, n_tile=n_tile)
-        if step >= lag_blocks:
+                for block in groups[step]:
+                    yield Unit(phase=Phase.GEMM1, block=block, n_tile=n_tile)
+        if step >= lag:
             for n_tile in range(num_gemm2_tiles):
-                yield Unit(phase=Phase.GEMM2, block=step - lag_blocks, n_tile=n_tile)
+                for block in groups[step - lag]:
+                    yield Unit(phase=Phase.GEMM2, block=block, n_tile=n_tile)
 
 
-def unit_at(unit: int, *, num_blocks: int, num_gemm1_tiles: int, num_gemm2_tiles: int, lag_blocks: int) -> Unit | None:
+def unit_at(
+    unit: int,
+    *,
+    num_blocks: int,
+    num_gemm1_tiles: int,
+    num_gemm2_tiles: int,
+    lag_blocks: int,
+    group_blocks: int = 1,
+) -> Unit | None:
     """Unit number `unit` of `block_order`, in closed form, as devices compute it; None past the last one.
 
     The order has three stretches: GEMM1 alone until the lag is reached, both, and GEMM2 alone.
     """
-    lead = min(lag_blocks, num_blocks)
-    lead_units = lead * num_gemm1_tiles
-    step_units = num_gemm1_tiles + num_gemm2_tiles
-    both_units = (num_blocks - lead) * step_units
-    if unit < lead_units:
-        return Unit(phase=Phase.GEMM1, block=unit // num_gemm1_tiles, n_tile=unit % num_gemm1_tiles)
-    unit -= lead_units
+    groups = ceil_div(num_blocks, group_blocks)
+    lead = min(lag_blocks // group_blocks, groups)
+    lead_blocks = min(lead * group_blocks, num_blocks)  # whose GEMM1 comes alone
+    early_blocks = min((groups - lead) * group_blocks, num_blocks)  # whose GEMM2 does not
+
+    def in_group(phase: Phase, group: int, index: int) -> Unit:
+        first = group * group_blocks
+        n_tile, block = divmod(index, min(num_blocks - first, group_blocks))
+        return Unit(phase=phase, block=first + block, n_tile=n_tile)
+
+    gemm1_units, gemm2_units = group_blocks * num_gemm1_tiles, group_blocks * num_gemm2_tiles
+    if unit < lead_blocks * num_gemm1_tiles:
+        return in_group(Phase.GEMM1, unit // gemm1_units, unit % gemm1_units)
+    unit -= lead_blocks * num_gemm1_tiles
+    both_units = (num_blocks - lead_blocks) * num_gemm1_tiles + early_blocks * num_gemm2_tiles
     if unit < both_units:
-        step, n_tile = divmod(unit, step_units)
-        if n_tile < num_gemm1_tiles:
-            return Unit(phase=Phase.GEMM1, block=lead + step, n_tile=n_tile)
-        return Unit(phase=Phase.GEMM2, block=step, n_tile=n_tile - num_gemm1_tiles)
+        step = min(unit // (gemm1_units + gemm2_units), groups - lead - 1)  # the last one may have fewer
+        index = unit - step * (gemm1_units + gemm2_units)
+        own_gemm1_units = min(num_blocks - (lead + step) * group_blocks, group_blocks) * num_gemm1_tiles
+        if index < own_gemm1_units:
+            return in_group(Phase.GEMM1, lead + step, index)
+        return in_group(Phase.GEMM2, step, index - own_gemm1_units)
     unit -= both_units
-    block = num_blocks - lead + unit // num_gemm2_tiles
-    if block < num_blocks:
-        return Unit(phase=Phase.GEMM2, block=block, n_tile=unit % num_gemm2_tiles)
+    if unit < (num_blocks - early_blocks) * num_gemm2_tiles:
+        return in_group(Phase.GEMM2, groups - lead + unit // gemm2_units, unit % gemm2_units)
     return None
 
 
@@ -215,6 +239,7 @@ def _multiply(shape: ProtocolShape, call: Call, cta: int, counts: Counts) -> Pro
         num_gemm1_tiles=shape.num_gemm1_tiles,
         num_gemm2_tiles=shape.num_gemm2_tiles,
         lag_blocks=shape.lag_blocks,
+        group_blocks=shape.group_blocks,
     )
     for index, unit in enumerate(order):
         if index % shape.num_ctas == cta:

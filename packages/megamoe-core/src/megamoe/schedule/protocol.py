@@ -249,11 +249,12 @@ class ProtocolShape:
         num_max_tokens_per_rank: capacity; a call may bring fewer, also none.
         block_m: rows of a pool block.
         ring_blocks: blocks that the pool and A2 hold at a time.
-        lag_blocks: GEMM2 of a block comes that many blocks after its GEMM1.
+        lag_blocks: GEMM2 of a block comes that many blocks after its GEMM1; a multiple of `group_blocks`.
         num_gemm1_tiles: GEMM1 column tiles of a block; 1 where an act spans all columns.
         num_gemm2_tiles: GEMM2 column tiles of a block.
         rows_per_pull: rows of one `PullRows`, at most; `block_m` pulls whole blocks, 1 single rows.
         max_blocks: pool blocks of the fullest possible call (`tiles.max_pool_blocks`).
+        group_blocks: blocks whose tiles come column by column (schedule/persistent.py).
     """
 
     ep_size: int
@@ -268,6 +269,7 @@ class ProtocolShape:
     num_gemm2_tiles: int
     rows_per_pull: int
     max_blocks: int
+    group_blocks: int = 1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

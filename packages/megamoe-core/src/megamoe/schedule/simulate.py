@@ -49,7 +49,7 @@ class Tiling:
         num_ctas: of a rank, one per SM.
         num_stages: that weights may be ahead of the tensor cores.
         box_rows: rows of a copy of activations; copies without a valid row are left out.
-        lag_blocks, ring_blocks: see `schedule.waves.Ring`.
+        lag_blocks, ring_blocks, group_blocks: see `schedule.waves.Ring`.
         prefetched_k_blocks: of each CTA's first tile, whose weights come while ranks still exchange counts.
     """
 
@@ -62,6 +62,7 @@ class Tiling:
     lag_blocks: int
     ring_blocks: int
     prefetched_k_blocks: int = 0
+    group_blocks: int = 1
 
 
 @runtime_checkable
@@ -391,6 +392,7 @@ class _Rank:
             num_gemm1_tiles=self._layer.n_tiles[Phase.GEMM1],
             num_gemm2_tiles=self._layer.n_tiles[Phase.GEMM2],
             lag_blocks=self._layer.tiling.lag_blocks,
+            group_blocks=self._layer.tiling.group_blocks,
         )
         if unit is None:
             return

@@ -4,7 +4,7 @@ The seed ran experts in waves: GEMM1 of a wave, then GEMM2 of the wave, with a p
 block trails its GEMM1 by a short lag, and the pool is a ring (schedule/persistent.py). Two numbers replace the waves.
 
 - A larger lag gives GEMM1's last tiles of a block more time before GEMM2 asks for them.
-- A larger ring lets pulls run further ahead of the math; the smallest that works is lag + 1.
+- A larger ring lets pulls run further ahead of the math; the smallest that works is lag + 1, or lag + group.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def default_lag(num_blocks: int) -> int:
     return min(max(int(LAG_FRACTION * num_blocks), MIN_LAG_BLOCKS), MAX_LAG_BLOCKS)
 
 
-def live_blocks(lag_blocks: int, num_blocks: int) -> int:
+def live_blocks(lag_blocks: int, num_blocks: int, group_blocks: int = 1) -> int:
     """Blocks in use at a time when pulls do not run ahead: from a block's first pull to its last GEMM2 tile.
 
     When GEMM1 of block s is the lowest unit that has not run, GEMM2 of blocks up to s - lag - 1 has run. Blocks
-    s - lag .. s are in use: lag + 1, or all, if there are fewer.
+    s - lag .. s are in use: lag + 1, or all, if there are fewer. The same holds for groups.
     """
-    return min(lag_blocks + 1, num_blocks)
+    return min(lag_blocks + group_blocks, num_blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class Ring:
         lag_blocks: blocks that GEMM2 trails GEMM1 by.
         ring_blocks: blocks that the ring holds.
         max_blocks: blocks of the fullest possible call.
+        group_blocks: blocks whose tiles come column by column (schedule/persistent.py).
 
     Raises:
         ConfigError: the ring is smaller than the live set. Such a ring deadlocks in a call that is full enough.
@@ -55,9 +56,12 @@ class Ring:
     lag_blocks: int
     ring_blocks: int
     max_blocks: int
+    group_blocks: int = 1
 
     def __post_init__(self) -> None:
-        needed = max(live_blocks(self.lag_blocks, self.max_blocks), 1)
+        if self.lag_blocks % self.group_blocks:
+            raise ConfigError("the lag is no whole groups of blocks", got=self.lag_blocks, expected=self.group_blocks)
+        needed = max(live_blocks(self.lag_blocks, self.max_blocks, self.group_blocks), 1)
         if self.ring_blocks < needed:
             raise ConfigError(
                 f"the ring is smaller than the live set of lag {self.lag_blocks} and {self.max_blocks} blocks",

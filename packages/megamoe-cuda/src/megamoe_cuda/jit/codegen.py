@@ -70,6 +70,7 @@ def kernel_source(config: KernelConfig) -> str:
 
 def _integers(config: KernelConfig) -> dict[str, int]:
     tile = config.tile
+    arrivals = tile.cluster_size * (2 if config.split_m else 1)
     layout = kernel_workspace(config)
     memory = shared_memory(config)
     return {
@@ -93,6 +94,8 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "ProducerRegisters": tile.producer_registers,
         "MathRegisters": tile.math_registers,
         "BlockM": tile.block_m,
+        "TileM": tile.tile_m,
+        "ClusterSize": tile.cluster_size,
         "BoxRows": tile.box_rows,
         "SwappedRows": tile.swapped_rows,
         "BlockN": BLOCK_N,
@@ -101,12 +104,14 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "Gemm2KBlocks": config.gemm2_k_blocks,
         "Gemm1NTiles": config.gemm1_n_tiles,
         "Gemm2NTiles": config.gemm2_n_tiles,
-        # a2_written and block_retired count column tiles; with split M each warpgroup raises them for its own rows
-        "Gemm1Arrivals": config.gemm1_n_tiles * (2 if config.split_m else 1),
-        "Gemm2Arrivals": config.gemm2_n_tiles * (2 if config.split_m else 1),
+        # a2_written and block_retired count column tiles; who has rows of his own there raises them: with split M each
+        # warpgroup, in a cluster those of each CTA
+        "Gemm1Arrivals": config.gemm1_n_tiles * arrivals,
+        "Gemm2Arrivals": config.gemm2_n_tiles * arrivals,
         "PrefetchedKBlocks": PREFETCHED_K_BLOCKS,
         "RingBlocks": config.ring.ring_blocks,
         "LagBlocks": config.ring.lag_blocks,
+        "GroupBlocks": config.ring.group_blocks,
         "MaxBlocks": config.max_blocks,
         "CounterWords": layout["counters"].dims[1],
         "RouteTotalWords": layout["route_totals"].dims[1],
@@ -130,6 +135,8 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "SmemQueueBarriers": memory.queue_barriers,
         "TileBytes": TILE_BYTES,
         "TileSlotBytes": TILE_SLOT_BYTES,
+        "SmemClaimBarriers": memory.claim_barriers,
+        "SmemClaim": memory.claim,
         "SmemResult": memory.result,
         "SmemGaveUp": memory.gave_up,
         "SmemFacts": memory.facts,

@@ -67,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     if (threadIdx.x == 0) {
         ring.initialize();
         queue.initialize();
+        UnitClaims{ring.base}.initialize();
         identify_cta(arguments, ring.facts());
     }
     if constexpr (cfg::kMode == Mode::kA8w4) fill_operand_tables(ring.base + cfg::kSmemOperandTables);
@@ -77,6 +78,10 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     if (takes_part) exchange_routes(cta, shared);
     if (threadIdx.x == kWarpSize) prefetch_first_weights(cta);
     plan_pool(cta, *reinterpret_cast<SourceCounts*>(shared), plan, takes_part);
+    if constexpr (kInCluster) {  // from here on CTAs write to each other's shared memory
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+    }
     trace(cta, TracePoint::kPlanned, threadIdx.x == 0);
 
     const uint32_t warp = warp_id();

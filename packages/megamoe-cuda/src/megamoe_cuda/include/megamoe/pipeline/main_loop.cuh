@@ -1,4 +1,4 @@
-// The FP8 main loop of one tile, for both GEMMs: C[kBlockM x 256] = sum over K blocks of 128 of
+// The FP8 main loop of one tile, for both GEMMs: C[kTileM x 256] = sum over K blocks of 128 of
 // row scale * weight scale * (A * B), each block's product from the tensor cores, the sum in FP32 registers.
 //
 // One temporary of 64 registers serves all halves in turn: the other warpgroup covers the promotion. K order, the

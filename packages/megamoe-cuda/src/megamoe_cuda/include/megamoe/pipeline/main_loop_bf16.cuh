@@ -1,4 +1,4 @@
-// The BF16 main loop of one tile, for both GEMMs: C[kBlockM x 256] = A * B, a stage at a time (64 of K), summed by the
+// The BF16 main loop of one tile, for both GEMMs: C[kTileM x 256] = A * B, a stage at a time (64 of K), summed by the
 // tensor cores straight into the accumulators. There is nothing to promote, so each stage's WGMMAs are issued before those
 // of the stage before are waited for, and the tensor cores never run dry.
 #pragma once
@@ -22,8 +22,7 @@ struct Bf16MainLoop : StageReader {
                        b + (stage * cfg::kWeightStageBytes >> 4), !is_first);
         ptx::wgmma_commit();
         ptx::wgmma_wait_all_but_one();
-        __syncwarp();
-        if (is_first_lane && !is_first) ptx::mbarrier_arrive(ring.empty(previous));
+        release_if(!is_first, previous);
     }
 
     __device__ __forceinline__ void multiply(const Tile& tile, const WeightScales&, Accumulators (&parts)[1]) {

@@ -1,9 +1,9 @@
-// Where a math thread's accumulators lie in a tile of kBlockM x 256.
+// Where a math thread's accumulators lie in a tile of kTileM x 256.
 //
 // How the two math warpgroups share a tile
-//   split N   both take all rows, in parts of 64; warpgroup w takes columns [128 w, 128 w + 128): one half. With kBlockM 64,
+//   split N   both take all rows, in parts of 64; warpgroup w takes columns [128 w, 128 w + 128): one half. With kTileM 64,
 //             and in mode a8w4, where a warpgroup then converts only weights of its own.
-//   split M   kBlockM 128: warpgroup w takes rows [64 w, 64 w + 64) and all columns, as two halves of 128: one part.
+//   split M   kTileM 128: warpgroup w takes rows [64 w, 64 w + 64) and all columns, as two halves of 128: one part.
 #pragma once
 
 #include "megamoe/ptx/types.cuh"
@@ -12,7 +12,7 @@
 namespace megamoe {
 
 constexpr uint32_t kHalves = cfg::kSplitM ? 2 : 1;
-constexpr uint32_t kParts = cfg::kSplitM ? 1 : ceil_div(cfg::kBlockM, 64);
+constexpr uint32_t kParts = cfg::kSplitM ? 1 : ceil_div(cfg::kTileM, 64);
 constexpr uint32_t kHalfColumns = 128;
 constexpr uint32_t kHalfBytes = kHalfColumns * ptx::kSwizzleBytes;
 constexpr uint32_t kMathBarrier = 1;       // all math threads

@@ -1,9 +1,10 @@
 // The ring of shared-memory stages between the loaders and the math warpgroups. A stage holds 128 of K:
-// activations [kBlockM][128] and weights [256][128], both swizzled by 128 bytes, and the kBlockM row scales.
+// activations [kTileM][128] and weights [256][128], both swizzled by 128 bytes, and the kTileM row scales.
 //
 //   full[s]    two arrivals, each announcing its bytes: the weight loader and the activation loader. Completes when all
 //              bytes have landed. Waited for by every math thread.
-//   empty[s]   one arrival per math warp, after its last read of the stage. Waited for by both loaders.
+//   empty[s]   one arrival per math warp, of all CTAs of a cluster, after its last read of the stage. Waited for by both
+//              loaders.
 //   phase      both flip once per trip round the ring. A loader's first trip waits for the parity 1, which a fresh
 //              barrier passes at once.
 #pragma once
@@ -46,7 +47,7 @@ struct Ring {
     __device__ __forceinline__ void initialize() const {
         for (uint32_t stage = 0; stage < cfg::kNumStages; ++stage) {
             ptx::mbarrier_init(full(stage), 2);
-            ptx::mbarrier_init(empty(stage), cfg::kMathWarps);
+            ptx::mbarrier_init(empty(stage), cfg::kMathWarps * cfg::kClusterSize);
         }
         ptx::fence_mbarrier_init();
         asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(base + cfg::kSmemGaveUp) : "memory");

@@ -46,6 +46,9 @@ struct TileQueue {
                      : "memory");
         asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(slot(turn) + 16), "r"(tile.ring_slot), "r"(tile.num_rows)
                      : "memory");
+        if constexpr (cfg::kClusterSize > 1) {
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(slot(turn) + 24), "r"(tile.block_rows) : "memory");
+        }
         ptx::mbarrier_arrive(published(turn));
     }
 
@@ -64,6 +67,10 @@ struct TileQueue {
                      : "=r"(tile.ring_slot), "=r"(tile.num_rows)
                      : "r"(slot(turn) + 16)
                      : "memory");
+        tile.block_rows = tile.num_rows;
+        if constexpr (cfg::kClusterSize > 1) {
+            asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(tile.block_rows) : "r"(slot(turn) + 24) : "memory");
+        }
         return tile;
     }
     // One warp, when it needs the tile no more.

@@ -25,6 +25,15 @@ __device__ __forceinline__ void tma_load_2d(uint32_t destination, const TensorMa
         "l"(&map), "r"(x), "r"(y), "r"(barrier)
         : "memory");
 }
+// The same box to the same place in every CTA of `ctas`, a bit each; each one's own `barrier` is told of the bytes.
+__device__ __forceinline__ void tma_load_2d_multicast(uint32_t destination, const TensorMap& map, uint32_t x, uint32_t y,
+                                                      uint32_t barrier, uint16_t ctas) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+        "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(ctas)
+        : "memory");
+}
 // The same box into the L2 cache only; a hint.
 __device__ __forceinline__ void tma_prefetch_2d(const TensorMap& map, uint32_t x, uint32_t y) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");

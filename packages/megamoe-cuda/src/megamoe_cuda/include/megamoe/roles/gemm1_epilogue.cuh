@@ -33,12 +33,12 @@ __device__ __forceinline__ uint32_t row_amax_bits(const Accumulators& sums, int 
     return max_over_lanes<4>(bits);
 }
 
-// The larger of both warpgroups' amax of the same rows, through `exchange` [2 warpgroups][kBlockM]. It is written again
+// The larger of both warpgroups' amax of the same rows, through `exchange` [2 warpgroups][kTileM]. It is written again
 // only after the barrier of publish_tile, which follows every read.
 __device__ __forceinline__ void exchange_amax(uint32_t exchange, const MathThread& thread, uint32_t (&amax_bits)[2]) {
     const uint32_t rows = exchange + 4 * thread.row();
-    const uint32_t own = rows + 4 * thread.warpgroup * cfg::kBlockM;
-    const uint32_t other = rows + 4 * (thread.warpgroup ^ 1) * cfg::kBlockM;
+    const uint32_t own = rows + 4 * thread.warpgroup * cfg::kTileM;
+    const uint32_t other = rows + 4 * (thread.warpgroup ^ 1) * cfg::kTileM;
     if (thread.quad == 0) {
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(own), "r"(amax_bits[0]) : "memory");
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(own + 4 * 8), "r"(amax_bits[1]) : "memory");
@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_a2_row(const Cta& cta, const MathThread& t
                                              const Accumulators& sums, int h, const BlockScale& scale, bool valid) {
     const uint32_t row = thread.row() + 8 * h;
     const uint32_t first_channel = tile.n_tile * 128 + (cfg::kSplitM ? 0 : thread.warpgroup * 64);
-    uint8_t* payload = cta.workspace.a2_payload(tile.ring_slot * cfg::kBlockM + row) + first_channel;
+    uint8_t* payload = cta.workspace.a2_payload(tile.ring_row() + row) + first_channel;
 #pragma unroll
     for (uint32_t half = 0; half < kHalves; ++half) {
         const uint4 columns = gather_fp8_columns(thread.quad, [&](int p) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_a2_row(const Cta& cta, const MathThread& t
         if (valid) *reinterpret_cast<uint4*>(payload + half * 64 + thread.quad * 16) = columns;
     }
     if (valid && thread.quad == 0 && (cfg::kSplitM || thread.warpgroup == 0)) {
-        cta.workspace.a2_scales(tile.ring_slot, tile.n_tile)[row] = scale.scale;
+        cta.workspace.a2_scales(tile.ring_slot / cfg::kClusterSize, tile.n_tile)[tile.row_in_block() + row] = scale.scale;
     }
 }
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_a2_bf16(const Cta& cta, const MathThread& 
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const uint32_t row = thread.row() + 8 * h;
-        uint8_t* payload = cta.workspace.a2_payload(tile.ring_slot * cfg::kBlockM + row);
+        uint8_t* payload = cta.workspace.a2_payload(tile.ring_row() + row);
 #pragma unroll
         for (uint32_t group = 0; group < 2 * kHalves; ++group) {
             const float* values = sums.values[group / 2] + 16 * (group % 2) + 2 * h;
@@ -101,21 +101,21 @@ __device__ __forceinline__ void store_a2_bf16(const Cta& cta, const MathThread& 
     }
 }
 
-// Raises `flag` once the threads that share the tile's rows have stored; red.release.gpu after their barrier.
-__device__ __forceinline__ void publish_tile(const MathThread& thread, uint32_t* flag, bool alive) {
+// Raises `flag` by `arrivals` once the threads that share the tile's rows have stored; red.release.gpu after their barrier.
+__device__ __forceinline__ void publish_tile(const MathThread& thread, uint32_t* flag, bool alive, uint32_t arrivals = 1) {
     if constexpr (cfg::kSplitM) {
         ptx::named_barrier_sync(kWarpgroupBarrier + thread.warpgroup, kMathThreads / 2);
-        if (alive && thread.warp == 0 && thread.lane == 0) ptx::red_add_release_gpu(flag, 1);
+        if (alive && thread.warp == 0 && thread.lane == 0) ptx::red_add_release_gpu(flag, arrivals);
     } else {
         ptx::named_barrier_sync(kMathBarrier, kMathThreads);
-        if (alive && thread.warpgroup == 0 && thread.warp == 0 && thread.lane == 0) ptx::red_add_release_gpu(flag, 1);
+        if (alive && thread.warpgroup == 0 && thread.warp == 0 && thread.lane == 0) ptx::red_add_release_gpu(flag, arrivals);
     }
 }
 
 __device__ __forceinline__ void tap_accumulators(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
                                                  const Tile& tile, const Accumulators& sums) {
     const uint32_t first_row =
-        plan.rows_begin[tile.expert] + (tile.block - plan.blocks_begin[tile.expert]) * cfg::kBlockM;
+        plan.rows_begin[tile.expert] + (tile.block - plan.blocks_begin[tile.expert]) * cfg::kBlockM + tile.row_in_block();
 #pragma unroll
     for (uint32_t half = 0; half < kHalves; ++half)
 #pragma unroll
@@ -152,7 +152,7 @@ __device__ __forceinline__ void gemm1_epilogue(const Cta& cta, const PoolPlan& p
         finish_gemm1_part(cta, plan, thread.in_part(part), tile, sums[part], exchange, alive);
     }
     ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies
-    publish_tile(thread, cta.workspace.a2_written(cta.epoch) + tile.block, alive);
+    publish_tile(thread, cta.workspace.a2_written(cta.epoch) + tile.block, alive, tile.arrivals());
 }
 
 }  // namespace megamoe

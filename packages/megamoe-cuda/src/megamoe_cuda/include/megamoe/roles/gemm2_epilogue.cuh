@@ -26,7 +26,7 @@ __device__ __forceinline__ void fetch_row_meta(const Cta& cta, const MathThread&
         const uint32_t row = thread.in_part(part).first_row + thread.lane;
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
                          staging + part * kPartMetaBytes + thread.lane * static_cast<uint32_t>(sizeof(PoolMeta))),
-                     "l"(cta.workspace.pool_meta(tile.ring_slot * cfg::kBlockM + row))
+                     "l"(cta.workspace.pool_meta(tile.ring_row() + row))
                      : "memory");
     }
 }
@@ -195,7 +195,9 @@ __device__ __forceinline__ void gemm2_epilogue(const Cta& cta, const MathThread&
     for (uint32_t part = 0; part < kParts; ++part) {
         finish_gemm2_part(cta, thread.in_part(part), tile, sums[part], homes[part], staging);
     }
-    if constexpr (cfg::kRingWraps) publish_tile(thread, cta.workspace.block_retired(cta.epoch) + tile.block, alive);
+    if constexpr (cfg::kRingWraps) {
+        publish_tile(thread, cta.workspace.block_retired(cta.epoch) + tile.block, alive, tile.arrivals());
+    }
 }
 
 }  // namespace megamoe

@@ -5,6 +5,7 @@
 //                      then fence.proxy.async, because ordinary stores wrote what bulk copies read.
 #pragma once
 
+#include "megamoe/pipeline/cluster.cuh"
 #include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/ptx/tma.cuh"
 
@@ -47,6 +48,7 @@ __device__ __forceinline__ const uint8_t* packed_weights(const Cta& cta, bool is
 // Not earlier: routing would queue for memory behind these copies (2 us, and all ranks wait for the routes).
 __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
     const uint32_t expert = cta.index / cfg::kGemm1NTiles;
+    if constexpr (kInCluster) return;  // for many tokens
     const bool one_block_each = cta.num_tokens * cfg::kTopK * 2 <= cfg::kNumLocalExperts * cfg::kBlockM;
     if (!one_block_each || expert >= min(cfg::kNumLocalExperts, cfg::kLagBlocks)) return;
     const uint32_t n_tile = cta.index % cfg::kGemm1NTiles;
@@ -68,12 +70,33 @@ __device__ __forceinline__ bool load_packed_weights(const Cta& cta, const Tile& 
     });
 }
 
+// In a cluster: one part of a stage's weights for all CTAs, or all parts for this one.
+__device__ __forceinline__ bool load_weights_in_parts(const Cta& cta, const Tile& tile, const Ring& ring,
+                                                      RingPosition& position, const ptx::TensorMap& map, uint32_t row) {
+    constexpr uint32_t kRows = cfg::kBlockN / cfg::kClusterSize, kBytes = cfg::kWeightStageBytes / cfg::kClusterSize;
+    constexpr uint16_t kAllCtas = (1 << cfg::kClusterSize) - 1;
+    const uint32_t own = rank_in_cluster();
+    const bool shared = tile.shares_weights();
+    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
+        ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
+        if (shared) {
+            ptx::tma_load_2d_multicast(ring.weights(stage) + own * kBytes, map, k * 128, row + own * kRows, full, kAllCtas);
+            return;
+        }
+#pragma unroll
+        for (uint32_t part = 0; part < cfg::kClusterSize; ++part) {
+            ptx::tma_load_2d(ring.weights(stage) + part * kBytes, map, k * 128, row + part * kRows, full);
+        }
+    });
+}
+
 __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
                                              RingPosition& position) {
     if constexpr (cfg::kMode == Mode::kA8w4) return load_packed_weights(cta, tile, ring, position);
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().w2 : cta.own().w13;
     const uint32_t expert_rows = tile.is_gemm2 ? cfg::kHiddenSize : 2 * cfg::kIntermediateSize;
     const uint32_t row = tile.expert * expert_rows + tile.n_tile * cfg::kBlockN;
+    if constexpr (kInCluster) return load_weights_in_parts(cta, tile, ring, position, map, row);
     return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
         ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
         // Without an L2 hint: evict_first gained nothing, at 8 and at 128 tokens (H200, 2026-11-30).
@@ -86,17 +109,19 @@ __device__ __forceinline__ void weight_loader(const Cta& cta, const PoolPlan& pl
                                               const TileQueue& queue) {
     RingPosition position;
     const uint32_t units = num_units(plan.num_blocks());
-    uint32_t unit = cta.index;
+    UnitClaims claims{ring.base};
+    uint32_t unit = cta.index / cfg::kClusterSize, turn = 0;
     bool working = true;
 #pragma unroll 1
-    for (uint32_t turn = 0; working && unit < units; ++turn) {
-        const Tile tile = tile_at(unit, plan);
-        queue.publish(turn, tile);
-        working = load_weights(cta, tile, ring, position);
-        unit = cfg::kCtasPerRank + atomicAdd(cta.workspace.claimed_units(cta.epoch), 1u);
-        if (!working || unit >= units) queue.publish(turn + 1, Tile{});
+    while (working && unit < units) {
+        const Tile tile = tile_at(unit, plan, rank_in_cluster());
+        if (!tile.is_end()) {
+            queue.publish(turn++, tile);
+            working = load_weights(cta, tile, ring, position);
+        }
+        working = working && claims.next(cta, unit);
     }
-    if (cta.index >= units) queue.publish(0, Tile{});
+    queue.publish(turn, Tile{});
     if (working) return;
     ring.give_up();
     outlast_copies_in_flight();
@@ -104,7 +129,7 @@ __device__ __forceinline__ void weight_loader(const Cta& cta, const PoolPlan& pl
 
 __device__ __forceinline__ bool await_activations(const Cta& cta, const Tile& tile) {
     const uint32_t* flag = (tile.is_gemm2 ? cta.workspace.a2_written(cta.epoch) : cta.workspace.rows_arrived(cta.epoch));
-    const uint32_t target = tile.is_gemm2 ? cfg::kGemm1Arrivals : tile.num_rows;
+    const uint32_t target = tile.is_gemm2 ? cfg::kGemm1Arrivals : tile.block_rows;
     const Phase phase = tile.is_gemm2 ? Phase::kGemm2 : Phase::kGemm1;
     const bool ready = wait_until(cta.watchdog(), phase, cta.rank, tile.block, target,
                                   [&] { return ptx::ld_acquire_gpu(flag + tile.block); });
@@ -115,19 +140,20 @@ __device__ __forceinline__ bool await_activations(const Cta& cta, const Tile& ti
 __device__ __forceinline__ bool load_activations(const Cta& cta, const Tile& tile, const Ring& ring,
                                                  RingPosition& position) {
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().a2 : cta.own().pool;
-    const float* scales =
-        tile.is_gemm2 ? cta.workspace.a2_scales(tile.ring_slot, 0) : cta.workspace.pool_scales(tile.ring_slot, 0);
+    const uint32_t ring_block = tile.ring_slot / cfg::kClusterSize;
+    const float* scales = (tile.is_gemm2 ? cta.workspace.a2_scales(ring_block, 0) : cta.workspace.pool_scales(ring_block, 0)) +
+                          tile.row_in_block();
     // Boxes that hold a valid row; the rest of the stage stays as it is, and only padding rows see it.
-    constexpr bool kWholeBlocks = cfg::kBoxRows == cfg::kBlockM;
-    const uint32_t rows = kWholeBlocks ? cfg::kBlockM : ceil_div(tile.num_rows, cfg::kBoxRows) * cfg::kBoxRows;
+    constexpr bool kWholeBlocks = cfg::kBoxRows == cfg::kTileM;
+    const uint32_t rows = kWholeBlocks ? cfg::kTileM : ceil_div(tile.num_rows, cfg::kBoxRows) * cfg::kBoxRows;
     return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
         constexpr uint32_t kScaleBytes = cfg::kHasRowScales ? sizeof(float) : 0;
         ptx::mbarrier_arrive_expect_tx(full, rows * (128 + kScaleBytes));
         if constexpr (kWholeBlocks) {
-            ptx::tma_load_2d(ring.activations(stage), map, k * 128, tile.ring_slot * cfg::kBlockM, full);
+            ptx::tma_load_2d(ring.activations(stage), map, k * 128, tile.ring_row(), full);
         } else {
             for (uint32_t row = 0; row < rows; row += cfg::kBoxRows) {
-                ptx::tma_load_2d(ring.activations(stage) + row * 128, map, k * 128, tile.ring_slot * cfg::kBlockM + row,
+                ptx::tma_load_2d(ring.activations(stage) + row * 128, map, k * 128, tile.ring_row() + row,
                                  full);
             }
         }

@@ -112,7 +112,7 @@ __device__ __forceinline__ void skip_tile(const KernelArguments& arguments, cons
     loop.skip(tile.k_blocks());
     const Cta cta = recall_cta(arguments, ring.facts());
     uint32_t* flag = tile.is_gemm2 ? cta.workspace.block_retired(cta.epoch) : cta.workspace.a2_written(cta.epoch);
-    publish_tile(MathThread::identify(), flag + tile.block, loop.alive);
+    publish_tile(MathThread::identify(), flag + tile.block, loop.alive, tile.arrivals());
 }
 
 __device__ __forceinline__ void end_call(const KernelArguments& arguments, const Ring& ring, bool alive) {
@@ -121,11 +121,14 @@ __device__ __forceinline__ void end_call(const KernelArguments& arguments, const
     const uint32_t warp = thread.warpgroup * 4 + thread.warp;
     const bool is_speaker = warp == 0 && thread.lane == 0;
     trace(cta, TracePoint::kMultiplied, is_speaker);
+    // A peer may still write here, to barriers and, after an abort, to stages: nobody ends before all have come so far.
+    if constexpr (kInCluster) ptx::cluster_arrive();
     const bool finished = finish(cta, warp, ring.base + cfg::kSmemResult);
     trace(cta, TracePoint::kFinished, is_speaker);
     if (finished && alive) combine_role(cta, warp);
     else leave(cta, warp * kWarpSize + thread.lane);
     trace(cta, TracePoint::kCombined, is_speaker);
+    if constexpr (kInCluster) ptx::cluster_wait();
 }
 
 __device__ __forceinline__ void math_role(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,

@@ -8,10 +8,10 @@ namespace megamoe {
 
 // Where a rank reads its input and writes its output, and its weights.
 struct RankArguments {
-    ptx::TensorMap w13;   // [E_local * 2I, kInputRowBytes] bytes, box 256 rows x 128
-    ptx::TensorMap w2;    // [E_local * H, kA2RowBytes] bytes, box 256 rows x 128
-    ptx::TensorMap pool;  // [ring_rows, kInputRowBytes] bytes, box kBlockM rows x 128
-    ptx::TensorMap a2;    // [ring_rows, kA2RowBytes] bytes, box kBlockM rows x 128
+    ptx::TensorMap w13;   // [E_local * 2I, kInputRowBytes] bytes, box 256 / kClusterSize rows x 128
+    ptx::TensorMap w2;    // [E_local * H, kA2RowBytes] bytes, box 256 / kClusterSize rows x 128
+    ptx::TensorMap pool;  // [ring_rows, kInputRowBytes] bytes, box kBoxRows x 128
+    ptx::TensorMap a2;    // [ring_rows, kA2RowBytes] bytes, box kBoxRows x 128
     const void* hidden_states;     // [T, H] BF16, or e4m3 when hidden_scales is set
     const float* hidden_scales;    // [T, H / 128]; null: quantise here, where the mode does
     const void* topk_ids;          // [T, K] int32 or int64
