@@ -10,7 +10,7 @@ import pytest
 from megamoe.errors import ConfigError
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.simulate import Tiled
-from megamoe_cuda.heuristics import LEAST_PULLED_ROWS, TILES, config_names, session_config
+from megamoe_cuda.heuristics import LEAST_PULLED_ROWS, M256, TILES, config_names, session_config
 from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES, shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -96,6 +96,38 @@ def test_swapped_operands_are_not_offered_where_the_kernel_has_none(change: dict
             config.kernel(problem, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
 
 
+def test_clusters_are_offered_where_their_ctas_share_out_all_columns() -> None:
+    bf16 = replace(SEED, quant="bf16")
+    assert M256.name in config_names(bf16)
+    assert M256.name not in config_names(SEED)
+    small, large = (session_config(bf16, None).tile_for(bf16, num_tokens).name for num_tokens in (256, 512))
+    assert (small, large) == ("m128", M256.name)  # 64 and 128 rows an expert
+    for change in ({"intermediate_size": 1408}, {"hidden_size": 2816}):  # 11 tiles of 256 columns
+        odd = replace(bf16, **change)
+        assert M256.name not in config_names(odd)
+        config = session_config(bf16, M256.name)
+        with pytest.raises(ConfigError, match="do not share out these column tiles"):
+            config.kernel(odd, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
+
+
+@pytest.mark.parametrize("num_ctas, used", [(132, 132), (33, 32), (1, 2)])
+def test_clusters_leave_an_odd_cta_out(num_ctas: int, used: int) -> None:
+    problem = replace(SEED, quant="bf16")
+    config = session_config(problem, M256.name)
+    kernel = config.kernel(problem, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=num_ctas)
+    assert kernel.ctas_per_rank == used
+    with pytest.raises(ConfigError, match="do not share out these CTAs"):
+        replace(kernel, ctas_per_rank=33)
+
+
+def test_a_lag_is_whole_groups() -> None:
+    ring = session_config(SEED, "m128").rings[0]
+    with pytest.raises(ConfigError, match="no whole groups"):
+        replace(ring, group_blocks=5)
+    with pytest.raises(ConfigError, match="smaller than the live set"):
+        replace(ring, group_blocks=4, ring_blocks=ring.lag_blocks + 3)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -105,6 +137,8 @@ def test_swapped_operands_are_not_offered_where_the_kernel_has_none(change: dict
         {"box_rows": 48},
         {"box_rows": 4},
         {"math_registers": 232},
+        {"block_m": 256},  # without a cluster
+        {"cluster_size": 4, "block_m": 256},
     ],
     ids=str,
 )

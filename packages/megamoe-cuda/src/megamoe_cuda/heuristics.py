@@ -28,10 +28,10 @@ N32 = TileConfig(
 M64 = TileConfig(name="m64", block_m=64, num_stages=4, producer_registers=56, math_registers=224, box_rows=64)
 M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56, math_registers=224, box_rows=32)
 M128N64 = replace(M128, name="m128n64", swapped_rows=64)
-M256 = replace(M128, name="m256", block_m=256, cluster_size=2)  # mode bf16
+M256 = replace(M128, name="m256", block_m=256, cluster_size=2)
 TILES = {tile.name: tile for tile in (N32, M64, M128, M128N64)}
 
-MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64.name: inf, M256.name: inf}
+MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64.name: inf}
 """Mean rows per expert up to which a tile is used. Seed's shape on an H200, 2026-11-30, us (docs/performance-log.md):
 
     rows   2  n32 198  m128n64 200  m64 204  m128 215     with swapped operands no padding is read
@@ -45,13 +45,20 @@ MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64
 Up to 50 rows nearly all experts fit a block of 64 (50 and twice its root are 64). Between 8 and 32 rows
 none was compared."""
 
+MOST_ROWS_PER_EXPERT_BF16 = {M64.name: 50.0, M128.name: 90.0, M256.name: inf}
+"""The same in mode bf16, likewise:
+
+    rows   64  m128 454  m256 464  m64 537
+    rows  128  m256 537  m128 625               both blocks of an expert read its weights at one time
+    rows  512  m256 1533  m128 1892
+    rows 2048  m256 5714  m128 7258"""
+
 LEAST_PULLED_ROWS = {QuantMode.A8W8: 1, QuantMode.BF16: 2, QuantMode.A8W4: 2}
 """Rows on their way to the pool, in a CTA: a tile gives up stages for them. In mode bf16 a row takes 2 H bytes of
 shared memory, in mode a8w4 converted weights take 64 KiB."""
 LEAST_STAGES = 2
 
-MAX_LAG_BLOCKS = 12
-MAX_LAG_ROWS = 1536
+MAX_LAG_BLOCKS, MAX_LAG_ROWS = 12, 12 * 128
 """GEMM2 trails GEMM1 by no more. Seed's shape on an H200, 2026-11-30: at 512 to 2048 tokens lags of 14 to 28 blocks of
 128 rows were equal and 8 cost 1 to 4%; at 8192 tokens a lag of 64 cost 5% more than one of 12."""
 
@@ -110,7 +117,8 @@ class SessionConfig(backend.KernelConfig):
     def tile_for(self, problem: MoEProblem, num_tokens: int) -> TileConfig:
         """The tile of a call with `num_tokens` tokens on this rank, if its peers bring about as many."""
         rows_per_expert = num_tokens * problem.top_k / problem.num_local_experts
-        fitting = (tile for tile in self.tiles if rows_per_expert <= MOST_ROWS_PER_EXPERT[tile.name])
+        most_rows = _most_rows_per_expert(problem)
+        fitting = (tile for tile in self.tiles if rows_per_expert <= most_rows[tile.name])
         return next(fitting, self.tiles[-1])
 
     def tiling(self, problem: MoEProblem, num_tokens: int, num_ctas: int) -> Tiling:
@@ -129,15 +137,15 @@ class SessionConfig(backend.KernelConfig):
             lag_blocks=ring.lag_blocks,
             ring_blocks=ring.ring_blocks,
             group_blocks=ring.group_blocks,
-            prefetched_k_blocks=PREFETCHED_K_BLOCKS if one_block_each else 0,
+            prefetched_k_blocks=PREFETCHED_K_BLOCKS if one_block_each and tile.cluster_size == 1 else 0,
         )
 
 
 def tiles_of(problem: MoEProblem) -> dict[str, TileConfig]:
     """The tiles that kernels of `problem` can have, by name, for few rows first.
 
-    Operands are swapped in mode a8w8 without biases only. Other modes load whole blocks of activations: no others were
-    measured.
+    Operands are swapped in mode a8w8 without biases only, clusters multiply in mode bf16 only. Modes but a8w8 load whole
+    tiles of activations: no others were measured.
     """
     quant = QuantMode(problem.quant)
     if quant is QuantMode.A8W8 and not problem.expert_bias:
@@ -152,6 +160,10 @@ def _column_tiles_pair(problem: MoEProblem) -> bool:
     """Whether clusters of two CTAs can share out the column tiles of both GEMMs."""
     columns = (2 * round_up(problem.intermediate_size, BLOCK_K), problem.hidden_size)
     return all(ceil_div(number, BLOCK_N) % M256.cluster_size == 0 for number in columns)
+
+
+def _most_rows_per_expert(problem: MoEProblem) -> dict[str, float]:
+    return MOST_ROWS_PER_EXPERT_BF16 if QuantMode(problem.quant) is QuantMode.BF16 else MOST_ROWS_PER_EXPERT
 
 
 def config_names(problem: MoEProblem) -> tuple[str, ...]:
@@ -178,7 +190,8 @@ def _tiles_up_to_capacity(problem: MoEProblem) -> tuple[TileConfig, ...]:
     """All tiles that some call can use: those for more rows than a full call has are left out."""
     full = problem.num_max_tokens_per_rank * problem.top_k / problem.num_local_experts
     tiles = tuple(tiles_of(problem).values())
-    fewer = sum(full > MOST_ROWS_PER_EXPERT[tile.name] for tile in tiles)
+    most_rows = _most_rows_per_expert(problem)
+    fewer = sum(full > most_rows[tile.name] for tile in tiles)
     return tiles[: fewer + 1]
 
 

@@ -146,8 +146,8 @@ class KernelConfig:
 
     def _require_clusters(self) -> None:
         size, tiles = self.tile.cluster_size, (self.gemm1_n_tiles, self.gemm2_n_tiles)
-        if self.quant is QuantMode.A8W4:  # packed weights come in one copy
-            raise ConfigError("mode a8w4 has no tiles for clusters", got=str(self.quant))
+        if self.quant is not QuantMode.BF16:  # a block's row scales are not cut, nor a stage's packed weights
+            raise ConfigError("clusters multiply in mode bf16 only", got=str(self.quant))
         if any(number % size for number in tiles):
             raise ConfigError(f"clusters of {size} CTAs do not share out these column tiles", got=tiles)
         if self.ctas_per_rank % size or not self.ctas_per_rank:

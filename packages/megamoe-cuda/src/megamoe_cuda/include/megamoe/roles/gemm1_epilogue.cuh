@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_a2_row(const Cta& cta, const MathThread& t
         if (valid) *reinterpret_cast<uint4*>(payload + half * 64 + thread.quad * 16) = columns;
     }
     if (valid && thread.quad == 0 && (cfg::kSplitM || thread.warpgroup == 0)) {
-        cta.workspace.a2_scales(tile.ring_slot / cfg::kClusterSize, tile.n_tile)[tile.row_in_block() + row] = scale.scale;
+        cta.workspace.a2_scales(tile.ring_slot, tile.n_tile)[row] = scale.scale;
     }
 }
 

@@ -140,9 +140,8 @@ __device__ __forceinline__ bool await_activations(const Cta& cta, const Tile& ti
 __device__ __forceinline__ bool load_activations(const Cta& cta, const Tile& tile, const Ring& ring,
                                                  RingPosition& position) {
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().a2 : cta.own().pool;
-    const uint32_t ring_block = tile.ring_slot / cfg::kClusterSize;
-    const float* scales = (tile.is_gemm2 ? cta.workspace.a2_scales(ring_block, 0) : cta.workspace.pool_scales(ring_block, 0)) +
-                          tile.row_in_block();
+    const float* scales =
+        tile.is_gemm2 ? cta.workspace.a2_scales(tile.ring_slot, 0) : cta.workspace.pool_scales(tile.ring_slot, 0);
     // Boxes that hold a valid row; the rest of the stage stays as it is, and only padding rows see it.
     constexpr bool kWholeBlocks = cfg::kBoxRows == cfg::kTileM;
     const uint32_t rows = kWholeBlocks ? cfg::kTileM : ceil_div(tile.num_rows, cfg::kBoxRows) * cfg::kBoxRows;
