@@ -9,7 +9,6 @@ from megamoe.schedule.protocol import Phase
 from megamoe.schedule.waves import live_blocks
 
 
-
 class Order(NamedTuple):
     """Arguments of `block_order`."""
 

@@ -144,8 +144,8 @@ class SessionConfig(backend.KernelConfig):
 def tiles_of(problem: MoEProblem) -> dict[str, TileConfig]:
     """The tiles that kernels of `problem` can have, by name, for few rows first.
 
-    Operands are swapped in mode a8w8 without biases only, clusters multiply in mode bf16 only. Modes but a8w8 load whole
-    tiles of activations: no others were measured.
+    Operands are swapped in mode a8w8 without biases only, clusters multiply in mode bf16 only. Modes but a8w8 load
+    whole tiles of activations: no others were measured.
     """
     quant = QuantMode(problem.quant)
     if quant is QuantMode.A8W8 and not problem.expert_bias:

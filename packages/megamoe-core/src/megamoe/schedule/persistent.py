@@ -13,8 +13,8 @@ Why a ring of at least `lag + group_blocks` blocks cannot deadlock
     Take a rank whose counts have arrived, and its lowest unit u that has not run. All lower units have run.
     - u = GEMM2(b): it waits for the GEMM1 tiles of b, which are lower.
     - u = GEMM1(b): it waits for the pulls of b. A CTA's dispatch worker pulls in block order, so what could hold a pull
-      of b back is the ring wait of a block b' <= b: that block b' - ring has retired. It lies at least a group more than
-      the lag before b', so its GEMM2 tiles are in a step before that of b', are lower than u, and have run.
+      of b back is the ring wait of a block b' <= b: that block b' - ring has retired. It lies at least a group
+      more than the lag before b', so its GEMM2 tiles are in an earlier step than b', are lower than u, and have run.
     So u can run. With groups of one and ring = lag, GEMM2(b - ring) would come in step b, after GEMM1(b): a deadlock.
     Counts arrive because stage and route wait for nothing but each other's end on the same rank, and a call's
     `finish` waits for nothing but units and pulls. So every rank's `finish` comes, and with it every `combine`.
