@@ -160,7 +160,7 @@ MUTATIONS = (
     Mutation(
         name="rows not waited for",
         file="roles/load.cuh",
-        old="const uint32_t target = tile.is_gemm2 ? cfg::kGemm1Arrivals : tile.num_rows;",
+        old="const uint32_t target = tile.is_gemm2 ? cfg::kGemm1Arrivals : tile.block_rows;",
         new="const uint32_t target = tile.is_gemm2 ? cfg::kGemm1Arrivals : 0;",
     ),
     Mutation(
