@@ -99,6 +99,12 @@ def test_too_few_gpus_end_the_suite_with_a_typed_error(
         list(find_suite("seed-sm90").run(SuiteOptions(tokens=(1 << 20,))))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+def test_a_suite_for_one_gpu_is_refused_where_there_is_none() -> None:
+    with pytest.raises(BackendUnavailableError, match="no GPU for rank 0; got 0 GPUs"):
+        list(find_suite("sm90-modes").run(SuiteOptions(tokens=(8,))))
+
+
 def test_other_shapes_are_measured_at_every_count_with_both_transports() -> None:
     for shape in shapes.SHAPES:
         found = list(shapes._measurements(shape, SuiteOptions()))

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe import env
-from megamoe.errors import ConfigError, MegaMoEError, ProtocolError
+from megamoe.errors import BackendUnavailableError, ConfigError, MegaMoEError, ProtocolError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,7 +81,14 @@ class RankContext:
         return torch.device("cuda", self.rank // env.ranks_per_gpu())
 
     def join_gpus(self, device: torch.device) -> None:
-        """COLLECTIVE. Make `device` the current GPU, and all ranks torch's default process group, on CPU and GPUs."""
+        """COLLECTIVE. Make `device` the current GPU, and all ranks torch's default process group, on CPU and GPUs.
+
+        Raises:
+            BackendUnavailableError: this machine has no such GPU.
+        """
+        num_gpus = torch.cuda.device_count()
+        if device.index is not None and device.index >= num_gpus:
+            raise BackendUnavailableError(f"no GPU for rank {self.rank}", got=f"{num_gpus} GPUs", expected=device)
         torch.cuda.set_device(device)
         alone = env.ranks_per_gpu() == 1
         dist.init_process_group(

@@ -201,6 +201,8 @@ def test_an_input_file_that_does_not_fit(megamoe: Call, checkpoints: Paths, tmp_
     assert "holds no tokens" in message(hidden_states=torch.zeros(3, 256).int())
     assert "don't fit together" in message(hidden_states=hidden, topk_ids=ids)
     assert "don't fit together" in message(hidden_states=hidden, topk_ids=ids[:2], topk_weights=weights[:2])
+    assert "wrong dtype" in message(hidden_states=hidden, topk_ids=ids.float(), topk_weights=weights)
+    assert "wrong dtype" in message(hidden_states=hidden, topk_ids=ids, topk_weights=weights.int())
     assert "exclude each other" in message("--tokens", 8, hidden_states=hidden)
     assert "--top-k contradicts" in message("--top-k", 3, hidden_states=hidden, topk_ids=ids, topk_weights=weights)
 

@@ -18,7 +18,7 @@ from megamoe_cuda.jit.cache import KernelCache
 from megamoe_cuda.jit.compiler import CompiledKernel
 from megamoe_cuda.jit.store import load_or_compile
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 cache_app = typer.Typer(no_args_is_help=True, help="Compiled kernels on disk: $MEGAMOE_CACHE_DIR, or ~/.cache/megamoe.")
 app.add_typer(cache_app, name="cache")
 
@@ -82,9 +82,12 @@ def trace_command(
     config: Annotated[str | None, typer.Option(help="pin a configuration by name")] = None,
 ) -> None:
     """Run a call with kernels that store time stamps, with a cold L2 cache, and write them."""
+    from megamoe.bench.routing import routing as named_routing
     from megamoe.bench.trace import write_trace
     from megamoe_cuda.trace import TracedCall, trace_call  # the session and what it imports
 
+    check_writable(output, "OUTPUT")
+    named_routing(routing)
     problem = MoEProblem(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,

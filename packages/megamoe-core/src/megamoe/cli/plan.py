@@ -37,7 +37,7 @@ def plan(
     top_k: Annotated[int | None, typer.Option(help="Experts per token.")] = None,
     tokens: Annotated[int, typer.Option(help="Capacity: most tokens per rank in a call.")] = 8192,
     ep: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 8,
-    mode: Annotated[str | None, typer.Option(help="bf16, a8w8, a8w4 or a4w4. [a8w8, or as stored]")] = None,
+    mode: Annotated[str | None, typer.Option(help="bf16, a8w8, a8w4 or a4w4; default: a8w8, or as stored.")] = None,
     transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32.")] = Transport.BF16.value,
     activation: Annotated[str, typer.Option(help="swiglu or swiglu_oai.")] = Activation.SWIGLU.value,
     swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of the activation's inputs.")] = None,

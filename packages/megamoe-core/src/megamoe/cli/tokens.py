@@ -21,6 +21,7 @@ from megamoe.testing.routings import Picks
 FROM_ROUTER = "router"  # a routing besides the generated ones: by the checkpoint's own router
 
 _FLOATS = {"BF16", "F16", "F32"}
+_INTEGERS = {"I32", "I64"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,12 @@ class InputFile:
             raise InputError(f"{path} holds no tokens", got={**shapes}, expected=form)
         if ids != weights or (ids is not None and (len(ids) != 2 or ids[0] != hidden[0])):
             raise InputError(f"the tensors of {path} don't fit together", got={**shapes}, expected=form)
+        if ids is not None and (dtypes["topk_ids"] not in _INTEGERS or dtypes["topk_weights"] not in _FLOATS):
+            raise InputError(
+                f"the routing of {path} has the wrong dtype",
+                got=f"{dtypes['topk_ids']} and {dtypes['topk_weights']}",
+                expected="topk_ids int32 or int64, and topk_weights FP32",
+            )
         return cls(path=path, num_tokens=hidden[0], hidden_size=hidden[1], top_k=ids[1] if ids else None)
 
     def rows(self, name: str, rows: range) -> Tensor:

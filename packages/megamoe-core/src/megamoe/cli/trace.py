@@ -20,7 +20,7 @@ def trace(
     perfetto_file: Annotated[
         Path | None, typer.Option("--perfetto", help="JSON file to write for ui.perfetto.dev.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="SVG or PNG to draw; needs megamoe-core[plots].")] = None,
+    picture: Annotated[Path | None, typer.Option(help="SVG or PNG to draw; needs extra plots of megamoe-core.")] = None,
 ) -> None:
     """Show where the time of one call went."""
     for option, path in (("--perfetto", perfetto_file), ("--picture", picture)):

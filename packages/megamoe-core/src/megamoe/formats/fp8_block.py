@@ -46,7 +46,7 @@ class Fp8Block1x128(ActivationFormat):
 
     def _decode(self, payload: Tensor, scales: Tensor | None) -> Tensor:
         assert scales is not None
-        values = split_blocks(_whole_blocks(payload.float()), FP8_BLOCK) * scales.unsqueeze(-1)
+        values = split_blocks(_whole_blocks(e4m3.decode(payload)), FP8_BLOCK) * scales.unsqueeze(-1)
         return values.flatten(-2)[..., : payload.shape[-1]].contiguous()
 
 
@@ -67,7 +67,7 @@ class Fp8Block128x128(BlockFormat):
 
     def _decode(self, payload: Tensor, scales: Tensor | None) -> Tensor:
         assert scales is not None
-        return (_split_squares(payload.float()) * scales[..., None, :, None]).view(payload.shape)
+        return (_split_squares(e4m3.decode(payload)) * scales[..., None, :, None]).view(payload.shape)
 
 
 def _whole_blocks(x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Mxfp8(ActivationFormat):
 
     def _decode(self, payload: Tensor, scales: Tensor | None) -> Tensor:
         assert scales is not None
-        blocks = split_blocks(payload.float(), MX_BLOCK)
+        blocks = split_blocks(e4m3.decode(payload), MX_BLOCK)
         return (blocks * e8m0.decode(scales).unsqueeze(-1)).view(payload.shape)
 
 
