@@ -62,6 +62,18 @@ def test_a_workgroup_sees_its_own_stores() -> None:
     assert seen(writer) == {1}
 
 
+def test_words_beside_its_own_may_be_old() -> None:
+    """An atomic or a store of one word does not bring the others of its buffer."""
+    machine = Stale()
+    other, reader = waves_on(machine, machine.buffer(256), 2)
+    run(other, STORE + " sc0 sc1", DONE)
+    reader.set_exec(1)
+    run(reader, "global_atomic_add v1, v2, s[4:5]", "global_store_dword v1, v2, s[4:5] offset:4", DONE)
+    reader.set_exec(2**64 - 1)
+    run(reader, LOAD, DONE)
+    assert reader.v[3].tolist() == [3, 2, *[0] * 62]
+
+
 @pytest.mark.parametrize("text", ["buffer_inv sc0", "buffer_inv"])
 def test_an_invalidate_of_the_workgroups_scope_is_not_enough(text: str) -> None:
     machine = Stale()

@@ -7,7 +7,8 @@ The caches of a device are modelled by what they may do at worst, as if each wor
 - a plain store is seen by other workgroups only after a `buffer_wbl2` of its workgroup, or at the kernel's end, or when
   the line happens to be evicted. Stores with `sc1` are seen at once; on another rank's memory only with `sc0 sc1`, or
   after a write-back with both;
-- a workgroup sees what it stored itself. Atomics act on memory.
+- a workgroup sees the words that it stored itself, and those on which its atomics acted, which they do in memory; words
+  beside them may still be old.
 
 Whether the scope of an invalidate suffices for what another *rank* wrote is not told apart here; `megamoe_rocm.aot`
 looks at those bits.
@@ -19,6 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megamoe_rocm.isa.address_space import Lanes, Snapshot
 from megamoe_rocm.isa.wave import Array
@@ -46,15 +50,22 @@ class Cache:
         self._oldest = started
         self._decide_stale = decide_stale
         self._dirty: list[tuple[Lanes, Array]] = []
-        self._own: set[int] = set()  # buffers that the workgroup itself wrote since it last invalidated
+        # Which words of a buffer the workgroup itself wrote since it last invalidated, by the buffer's address.
+        self._own: dict[int, NDArray[np.bool_]] = {}
 
     def load(self, part: Lanes, scope: str) -> Array:
         """What a load of a scope gives."""
         self._expose(part)
         address = part.buffer.address
-        if scope == "workgroup" and address not in self._own and address in self._oldest and self._decide_stale():
-            return part.load(self._oldest[address])
-        return part.load(part.buffer)
+        now = part.load(part.buffer)
+        if scope != "workgroup" or address not in self._oldest or not self._decide_stale():
+            return now
+        old = part.load(self._oldest[address])
+        own = self._own.get(address)
+        if own is None:
+            return old
+        mixed: Array = np.where(own[part.indices] if part.aligned else own[part.indices >> 2][:, :1], now, old)
+        return mixed
 
     def load_scalar(self, address: int, first: int, count: int) -> Array:
         """Words of the buffer at `address` through the scalar cache."""
@@ -64,7 +75,7 @@ class Cache:
 
     def store(self, part: Lanes, content: Array, scope: str) -> None:
         """Take a store of a scope."""
-        self._own.add(part.buffer.address)
+        self._own_up(part)
         if scope == "system" or (scope == "agent" and part.buffer.rank == self._rank):
             self._expose(part)
             part.store(content)
@@ -73,7 +84,7 @@ class Cache:
 
     def touch(self, part: Lanes) -> None:
         """Make ready for an atomic."""
-        self._own.add(part.buffer.address)
+        self._own_up(part)
         self._expose(part)
 
     def write_back(self, scope: str) -> None:
@@ -89,7 +100,16 @@ class Cache:
     def invalidate(self) -> None:
         """Forget everything that was read."""
         self._oldest = self._memory.snapshot()
-        self._own = {part.buffer.address for part, _ in self._dirty}
+        self._own = {}
+        for part, _ in self._dirty:
+            self._own_up(part)
+
+    def _own_up(self, part: Lanes) -> None:
+        """Note which words are the workgroup's own."""
+        own = self._own.get(part.buffer.address)
+        if own is None:
+            own = self._own[part.buffer.address] = np.zeros(-(-part.buffer.data.size // 4), np.bool_)
+        own[part.indices if part.aligned else part.indices >> 2] = True
 
     def _expose(self, part: Lanes) -> None:
         """Evict what the workgroup stored there and has not written back."""

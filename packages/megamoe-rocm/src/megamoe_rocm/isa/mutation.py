@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megamoe_rocm.aot.disassembly import Instruction
 from megamoe_rocm.aot.inspection import is_store, scope
 from megamoe_rocm.isa.errors import DeadlockError, ExecutionFault
 from megamoe_rocm.isa.instructions.control import CONDITIONS, COUNTER
+from megamoe_rocm.isa.operands import Step
 from megamoe_rocm.isa.program import Program
+from megamoe_rocm.isa.wave import Wave
 
 # Runs a program with a seed: whether its results are right.
 Subject = Callable[[Program, int], bool]
@@ -168,6 +170,11 @@ LAST_BARRIER = "equivalent: no access to LDS and no barrier after it"
 NOTHING_OUTSTANDING = "equivalent: an earlier wait covers it, with nothing issued between the two"
 COVERED_LATER = "equivalent: a later wait covers it, with neither an access nor a barrier between the two"
 WRITE_BACK = "equivalent in the model: every store before it goes through the caches"
+IDLE = "equivalent where it was executed: nothing was outstanding that it waits for"
+LOADS_COVERED = (
+    "equivalent where it was executed: it waited for loads only, and to use one that no later wait covers is a fault"
+)
+NO_LDS_AROUND = "equivalent in the model: on every path from it or to it another barrier, without LDS between the two"
 
 
 def explain(program: Program) -> dict[int, str]:
@@ -178,6 +185,7 @@ def explain(program: Program) -> dict[int, str]:
     """
     items, reasons = program.instructions, {}
     targets = {item.branch_target for item in items if _branches(item)}
+    after, before = _flow(items)
     for at, item in enumerate(items):
         kind = kind_of(item)
         if kind == "barrier":
@@ -186,6 +194,8 @@ def explain(program: Program) -> dict[int, str]:
                 reasons[at] = TWIN_BARRIER
             elif not any(_touches_lds(other) for other in items[at + 1 :]) and not _loops_back(items, at):
                 reasons[at] = LAST_BARRIER
+            elif after.leads_to_barriers(at) or before.leads_to_barriers(at):
+                reasons[at] = NO_LDS_AROUND
         elif item.mnemonic == "buffer_wbl2" and _all_write_through(items[:at]):
             reasons[at] = WRITE_BACK
         elif kind == "wait":
@@ -193,6 +203,33 @@ def explain(program: Program) -> dict[int, str]:
             if reason:
                 reasons[at] = reason
     return reasons
+
+
+def watch(program: Program) -> tuple[Program, dict[int, str]]:
+    """The same program, and the reasons why its waits may be missing, as far as its runs will have shown.
+
+    Returns:
+        a program to run, and a dict that has for each wait what has been true of it in all those runs.
+    """
+    steps, found = list(program.steps), {}
+    for at, item in enumerate(program.instructions):
+        if kind_of(item) == "wait":
+            found[at] = IDLE
+            steps[at] = _watched(program.steps[at], at, _counts(item), found)
+    return replace(program, steps=tuple(steps)), found
+
+
+def _watched(step: Step, at: int, counts: Mapping[str, int], found: dict[int, str]) -> Step:
+    def watched(wave: Wave) -> int | None:
+        queues = ((wave.vm, counts.get("vmcnt")), (wave.lgkm, counts.get("lgkmcnt")))
+        done = [item for queue, most in queues if most is not None for item in list(queue)[: max(len(queue) - most, 0)]]
+        if done and found.get(at) == IDLE:
+            found[at] = LOADS_COVERED
+        if any(item.stores or not item.registers for item in done):
+            found.pop(at, None)
+        return step(wave)
+
+    return watched
 
 
 def _explain_wait(items: Sequence[Instruction], at: int, targets: set[int]) -> str:
@@ -257,3 +294,39 @@ def _loops_back(items: Sequence[Instruction], at: int) -> bool:
     """Whether some branch after an instruction goes to it or before it."""
     address = items[at].address
     return any(_branches(item) and item.branch_target <= address for item in items[at + 1 :])
+
+
+def _flow(items: Sequence[Instruction]) -> tuple[_Flow, _Flow]:
+    """What may be executed right after each instruction, and right before it."""
+    positions = {item.address: at for at, item in enumerate(items)}
+    after: list[list[int]] = []
+    before: list[list[int]] = [[] for _ in items]
+    for at, item in enumerate(items):
+        following = [] if item.mnemonic in ("s_branch", "s_endpgm") or at + 1 == len(items) else [at + 1]
+        if _branches(item) and item.branch_target in positions:
+            following.append(positions[item.branch_target])
+        after.append(following)
+        for other in following:
+            before[other].append(at)
+    return _Flow(items=items, edges=after), _Flow(items=items, edges=before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flow:
+    """Instructions and, for each, those to go on to."""
+
+    items: Sequence[Instruction]
+    edges: Sequence[Sequence[int]]
+
+    def leads_to_barriers(self, at: int) -> bool:
+        """Whether each path from an instruction comes to a barrier, or to an end, before LDS is used."""
+        seen, ahead = set(), list(self.edges[at])
+        while ahead:
+            here = ahead.pop()
+            if here in seen or kind_of(self.items[here]) == "barrier":
+                continue
+            if _touches_lds(self.items[here]):
+                return False
+            seen.add(here)
+            ahead.extend(self.edges[here])
+        return True
