@@ -37,6 +37,13 @@ def test_the_tile_grows_with_the_call() -> None:
     assert names == ["n32", "m64", "m128", "m128", "m128n64", "m128n64"]
 
 
+def test_several_ranks_leave_small_tiles_earlier_for_skewed_routing() -> None:
+    alone = replace(SEED, ep_size=1, num_experts=32)
+    for num_tokens, one_rank, several in ((8, "n32", "n32"), (64, "n32", "m64"), (192, "m64", "m128")):
+        assert session_config(alone, None).tile_for(alone, num_tokens).name == one_rank
+        assert session_config(SEED, None).tile_for(SEED, num_tokens).name == several
+
+
 @pytest.mark.parametrize("name", TILES)
 def test_a_pinned_tile_is_used_for_every_call(name: str) -> None:
     config = session_config(SEED, name)

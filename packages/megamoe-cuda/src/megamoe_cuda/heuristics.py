@@ -31,19 +31,28 @@ M128N64 = replace(M128, name="m128n64", swapped_rows=64)
 M256 = replace(M128, name="m256", block_m=256, cluster_size=2)
 TILES = {tile.name: tile for tile in (N32, M64, M128, M128N64)}
 
-MOST_ROWS_PER_EXPERT = {N32.name: 8.0, M64.name: 50.0, M128.name: 200.0, M128N64.name: inf}
-"""Mean rows per expert up to which a tile is used. Seed's shape on an H200, 2026-11-30, us (docs/performance-log.md):
+MOST_ROWS_PER_EXPERT = {N32.name: 20.0, M64.name: 57.0, M128.name: 200.0, M128N64.name: inf}
+"""Mean rows per expert up to which a tile is used by one rank. Seed's shape on an H200, mode a8w8, 2026-11-30, us
+(docs/performance-log.md; H = 7168 agrees):
 
     rows   2  n32 198  m128n64 200  m64 204  m128 215     with swapped operands no padding is read
     rows   8  n32 217  m128n64 220  m64 225  m128 233
+    rows  16  n32 221  m128n64 222  m64 225
+    rows  24  m64 228  m128n64 229  n32 229
     rows  32  m64 231  m128n64 235  m128 241  n32 269     n32 cuts half of the experts into two blocks
+    rows  48  m64 234  m128 248  m128n64 248
+    rows  56  m64 247  m128 251  m128n64 254
     rows  64  m128 254  m128n64 261  m64 279              and m64 here
     rows 128  m128 330  m128n64 331
+    rows 192  m128 413  m128n64 416
     rows 256  m128n64 486  m128 501  m64 580              the last block of an expert holds few rows
-    rows 512  m128n64 921  m128 930
+    rows 512  m128n64 921  m128 930"""
 
-Up to 50 rows nearly all experts fit a block of 64 (50 and twice its root are 64). Between 8 and 32 rows
-none was compared."""
+MOST_ROWS_AMONG_RANKS = MOST_ROWS_PER_EXPERT | {N32.name: 5.0, M64.name: 33.0}
+"""The same where there are several ranks. Their routing may be skewed, and no rank knows before a call what it will
+receive: a rank that receives 1.5 or, under Zipf's law at EP8, 4.9 times the mean may not pay much for a small tile
+(`megamoe bench --suite sm90-skew`). With the limits above it took up to 1.25 times as long as balanced routing with as
+many rows. Balanced calls pay for these: 2 to 3% from 5 to 20 rows an expert, 5 to 6% from 33 to 57."""
 
 MOST_ROWS_PER_EXPERT_BF16 = {M64.name: 50.0, M128.name: 90.0, M256.name: inf}
 """The same in mode bf16, likewise:
@@ -163,7 +172,9 @@ def _column_tiles_pair(problem: MoEProblem) -> bool:
 
 
 def _most_rows_per_expert(problem: MoEProblem) -> dict[str, float]:
-    return MOST_ROWS_PER_EXPERT_BF16 if QuantMode(problem.quant) is QuantMode.BF16 else MOST_ROWS_PER_EXPERT
+    if QuantMode(problem.quant) is QuantMode.BF16:
+        return MOST_ROWS_PER_EXPERT_BF16
+    return MOST_ROWS_PER_EXPERT if problem.ep_size == 1 else MOST_ROWS_AMONG_RANKS
 
 
 def config_names(problem: MoEProblem) -> tuple[str, ...]:
