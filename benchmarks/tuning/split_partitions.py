@@ -52,10 +52,10 @@ PATCHES = {
     "schedule/units.cuh": {"u = unit_at(unit, plan.num_blocks());": "u{{{is_gemm2}, unit / {tiles}, unit % {tiles}}};"},
     "roles/load.cuh": {
         "units = num_units(plan.num_blocks());": "units = plan.num_blocks() * {tiles};",
-        "uint32_t unit = cta.index;": "uint32_t unit = cta.index - {first}u;",
-        # one word counts both kernels' claims, 16 bits each
-        f"cfg::kCtasPerRank + {CLAIM}1u);": f"{{number}}u + ({CLAIM}1u << {{shift}}) >> {{shift}} & 65535u);",
-        "if (cta.index >= units) queue": "if (cta.index - {first}u >= units) queue",
+        "uint32_t unit = cta.index / cfg::kClusterSize": "uint32_t unit = cta.index - {first}u",
+    },
+    "pipeline/cluster.cuh": {  # one word counts both kernels' claims, 16 bits each
+        f"    unit = kClusters + {CLAIM}1u);": f"    unit = {{number}}u + ({CLAIM}1u << {{shift}}) >> {{shift}} & 65535u);",
     },
     "sm90_mega_moe.cuh": {
         "if (threadIdx.x == kWarpSize) prefetch": "if (!{is_gemm2} && threadIdx.x == kWarpSize) prefetch",
