@@ -55,7 +55,7 @@ PATCHES = {
         "uint32_t unit = cta.index / cfg::kClusterSize": "uint32_t unit = cta.index - {first}u",
     },
     "pipeline/cluster.cuh": {  # one word counts both kernels' claims, 16 bits each
-        f"    unit = kClusters + {CLAIM}1u);": f"    unit = {{number}}u + ({CLAIM}1u << {{shift}}) >> {{shift}} & 65535u);",
+        f"    unit = kClusters + {CLAIM}1u);": f"    unit = {{number}} + ({CLAIM}1u << {{shift}}) >> {{shift}} & 65535);",
     },
     "sm90_mega_moe.cuh": {
         "if (threadIdx.x == kWarpSize) prefetch": "if (!{is_gemm2} && threadIdx.x == kWarpSize) prefetch",
