@@ -34,7 +34,7 @@ METRICS = {
     "hbm_read_bytes": "dram__bytes_read.sum",
     "hbm_write_bytes": "dram__bytes_write.sum",
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
-    "l2_busy_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "l2_busy_percent": "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
     "l2_sectors": "lts__t_sectors.sum",
     "l2_read_sectors": "lts__t_sectors_op_read.sum",
     "l2_read_hit_sectors": "lts__t_sectors_op_read_lookup_hit.sum",

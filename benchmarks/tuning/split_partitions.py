@@ -55,7 +55,7 @@ PATCHES = {
         "uint32_t unit = cta.index / cfg::kClusterSize": "uint32_t unit = cta.index - {first}u",
     },
     "pipeline/cluster.cuh": {  # one word counts both kernels' claims, 16 bits each
-        f"    unit = kClusters + {CLAIM}1u);": f"    unit = {{number}} + ({CLAIM}1u << {{shift}}) >> {{shift}} & 65535);",
+        f"    unit = kClusters + {CLAIM}1u);": f"    unit = {{number}} + ({CLAIM}{{one}}) >> {{shift}} & 65535);",
     },
     "sm90_mega_moe.cuh": {
         "if (threadIdx.x == kWarpSize) prefetch": "if (!{is_gemm2} && threadIdx.x == kWarpSize) prefetch",
@@ -96,7 +96,7 @@ class Part:
     def compile(self) -> compiler.CompiledKernel:
         tiles = "cfg::kGemm2NTiles" if self.is_gemm2 else "cfg::kGemm1NTiles"
         values = {"is_gemm2": str(self.is_gemm2).lower(), "tiles": tiles, "first": self.first, "number": self.number}
-        with patched_headers(**values, shift=16 * self.is_gemm2):
+        with patched_headers(**values, one="65536u" if self.is_gemm2 else "1u", shift=16 * self.is_gemm2):
             return compiler.compile_kernel(self.config)
 
 
