@@ -90,6 +90,18 @@ def test_many_experts_cost_a_stage_before_they_are_refused(
     assert memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode.A8W8]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 64, 8192])
+def test_blocks_of_experts_that_overflow_the_cache_share_weights_in_groups(num_tokens: int) -> None:
+    large = replace(SEED, hidden_size=7168, num_max_tokens_per_rank=num_tokens)
+    for problem, group_blocks in ((SEED, 1), (large, 4), (replace(large, quant="bf16"), 1)):
+        config = session_config(problem, "m128n64" if problem.quant is QuantMode.A8W8 else "m128")
+        (ring,) = config.rings
+        assert ring.group_blocks == group_blocks
+        assert ring.lag_blocks % group_blocks == 0
+        assert ring.ring_blocks <= max(ring.max_blocks, 1)
+    assert {ring.group_blocks for ring in session_config(large, "m128").rings} == {1}
+
+
 @pytest.mark.parametrize("change", [*MODES[1:], {"expert_bias": True}], ids=str)
 def test_swapped_operands_are_not_offered_where_the_kernel_has_none(change: dict[str, Any]) -> None:
     problem = replace(SEED, **change)

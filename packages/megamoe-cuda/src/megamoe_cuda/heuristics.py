@@ -15,7 +15,7 @@ from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.simulate import Tiling
 from megamoe.schedule.tiles import ceil_div, round_up
-from megamoe.schedule.waves import Ring, default_ring
+from megamoe.schedule.waves import Ring, default_ring, live_blocks
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, PREFETCHED_K_BLOCKS, KernelConfig, TileConfig, element_bytes
 from megamoe_cuda.smem_budget import shared_memory
 
@@ -74,6 +74,15 @@ MAX_LAG_BLOCKS, MAX_LAG_ROWS = 12, 12 * 128
 MAX_RING_ROWS = 6144
 """Rows of the ring in FP8, at most: with A2 38 MiB at the seed's shape, so that it stays in an H200's L2 cache of 50
 MiB. At 8192 tokens, rings of 24 and 32 blocks of 128 rows beat one of 129 by 4 to 10%. In BF16, half as many."""
+
+GROUP_BLOCKS, GROUPED_EXPERT_BYTES = 4, 40 << 20
+"""Blocks of m128n64 whose tiles come column by column, where an expert's weights are larger. They leave the L2 cache
+before the next block asks for them, and each block reads them from memory: 25 GB in a call of 8192 tokens at H = 7168,
+I = 3072, 48 experts. H200, mode a8w8, 2026-11-30, us without groups, of 2, of 4 (docs/performance-log.md):
+
+    H 7168 I 3072, 63 MiB    2048 tokens 2079, 1996, 1990    8192 tokens 7677, 7068, 7024
+    H 7168 I 2048, 42 MiB    2048 tokens 1707, 1699, 1680    8192 tokens 6396, 6342, 6315
+    H 4096 I 2048, 24 MiB    2048 tokens  878,  884,  894    8192 tokens 3589, 3605, 3612"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +201,7 @@ def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
     if name not in names:
         raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(names))
     tiles = _tiles_up_to_capacity(problem) if name == AUTO else (tiles_of(problem)[name],)
-    rings = tuple(_ring(problem, tile.block_m) for tile in tiles)
+    rings = tuple(_ring(problem, tile) for tile in tiles)
     tiles = tuple(_with_room_for_rows(problem, tile, ring) for tile, ring in zip(tiles, rings, strict=True))
     return SessionConfig(name=name, tiles=tiles, rings=rings)
 
@@ -220,16 +229,22 @@ def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> Ti
     return replace(tile, num_stages=LEAST_STAGES)
 
 
-def _ring(problem: MoEProblem, block_m: int) -> Ring:
+def _ring(problem: MoEProblem, tile: TileConfig) -> Ring:
+    quant = QuantMode(problem.quant)
     roomy = default_ring(
         ep_size=problem.ep_size,
         num_max_tokens_per_rank=problem.num_max_tokens_per_rank,
         top_k=problem.top_k,
         num_local_experts=problem.num_local_experts,
-        block_m=block_m,
+        block_m=tile.block_m,
     )
+    large_experts = 3 * problem.hidden_size * problem.intermediate_size > GROUPED_EXPERT_BYTES
+    group = GROUP_BLOCKS if large_experts and quant is QuantMode.A8W8 and tile.name == M128N64.name else 1
+    lag = min(roomy.lag_blocks, MAX_LAG_BLOCKS, MAX_LAG_ROWS // tile.block_m) // group * group
+    ring_blocks = min(roomy.ring_blocks, MAX_RING_ROWS // element_bytes(quant) // tile.block_m)
     return replace(
         roomy,
-        lag_blocks=min(roomy.lag_blocks, MAX_LAG_BLOCKS, MAX_LAG_ROWS // block_m),
-        ring_blocks=min(roomy.ring_blocks, MAX_RING_ROWS // element_bytes(QuantMode(problem.quant)) // block_m),
+        lag_blocks=lag,
+        ring_blocks=max(ring_blocks, live_blocks(lag, roomy.max_blocks, group)),
+        group_blocks=group,
     )
