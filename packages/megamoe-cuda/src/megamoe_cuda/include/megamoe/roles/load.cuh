@@ -48,6 +48,7 @@ __device__ __forceinline__ const uint8_t* packed_weights(const Cta& cta, bool is
 // Not earlier: routing would queue for memory behind these copies (2 us, and all ranks wait for the routes).
 __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
     const uint32_t expert = cta.index / cfg::kGemm1NTiles;
+    if constexpr (kInCluster) return;  // for many tokens
     const bool one_block_each = cta.num_tokens * cfg::kTopK * 2 <= cfg::kNumLocalExperts * cfg::kBlockM;
     if (!one_block_each || expert >= min(cfg::kNumLocalExperts, cfg::kLagBlocks)) return;
     const uint32_t n_tile = cta.index % cfg::kGemm1NTiles;
