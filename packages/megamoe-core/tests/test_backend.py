@@ -11,6 +11,7 @@ from megamoe.backend import Capability, Reason, check_call, missing_capability
 from megamoe.errors import CapacityError, InputError
 from megamoe.formats import FP8_1X128, MXFP8
 from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport
+from megamoe.reference.backend import ReferenceBackend
 
 H, K, CAPACITY = 256, 2, 8
 
@@ -154,3 +155,13 @@ def test_a_mode_without_scales_takes_no_pair() -> None:
             payload_shape=(H, torch.bfloat16),
             scale_shape=None,
         )
+
+
+def test_one_line_of_the_log_says_what_was_opened(caplog: pytest.LogCaptureFixture) -> None:
+    backend = ReferenceBackend()
+    with caplog.at_level("INFO", "megamoe"):
+        backend.open(backend.plan(problem())).close()
+    (line,) = [record.getMessage() for record in caplog.records if "opens" in record.getMessage()]
+    assert "\n" not in line
+    assert line.startswith("MegaMoE opens backend reference, configuration default, for CPU, ")
+    assert "hidden_size=256" in line

@@ -61,4 +61,4 @@ def test_a_request_does_not_depend_on_its_neighbours(logs: dict[str, str]) -> No
 
 
 def test_megamoe_ran_them(logs: dict[str, str]) -> None:
-    assert "MegaMoE opened backend reference" in logs["out"] + logs["err"]
+    assert "MegaMoE opens backend reference" in logs["out"] + logs["err"]

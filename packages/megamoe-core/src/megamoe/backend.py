@@ -6,6 +6,7 @@ walks through it; `megamoe.testing.conformance` is what it has to pass.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe.tensors import ExpertWeights, PreparedWeights, check_weights, make_weights
 
 API_VERSION = 1  # raised when a backend written for the last one would no longer work; the registry compares it
+
+logger = logging.getLogger("megamoe")
 
 HiddenStates: TypeAlias = Tensor | tuple[Tensor, Tensor] | Quantized
 
@@ -311,6 +314,8 @@ class Session(ABC):
         self.plan = plan
         self.ep_rank = ep_rank
         self.closed = False
+        what = (plan.backend, plan.config.name, plan.device.name, plan.bytes, plan.problem)
+        logger.info("MegaMoE opens backend %s, configuration %s, for %s, %d bytes a rank: %s", *what)
 
     # -- weights ------------------------------------------------------------------------------------------------
 

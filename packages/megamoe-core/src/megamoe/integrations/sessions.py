@@ -74,7 +74,7 @@ class SessionPool:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 session = chosen.open(plan, group)
                 seconds = session.warmup()
-            logger.info("MegaMoE opened backend %s, warm after %.1f s: %s", chosen.name, seconds, plan)
+            logger.info("MegaMoE is warm after %.1f s", seconds)
             self._sessions[key] = session
         return self._sessions[key]
 
