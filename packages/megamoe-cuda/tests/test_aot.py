@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, Transport
 from megamoe_cuda.aot import MAX_REGISTERS, builds, complaints, standard_builds
 from megamoe_cuda.cli import app
@@ -46,6 +47,8 @@ def test_virtual_ranks_share_the_sms() -> None:
         (b.kernel.num_virtual_ranks, b.kernel.ctas_per_rank) for b in builds(replace(SMALL, ep_size=8), virtual=True)
     }
     assert shares == {(8, 132 // 8)}
+    with pytest.raises(ConfigError, match="more virtual ranks than SMs; got 8"):
+        next(builds(replace(SMALL, ep_size=8), virtual=True, num_sms=7))
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,14 @@ def test_the_commands_list_suites_and_report(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "holds no results" in CliRunner().invoke(app, ["bench", "report", str(empty)]).stderr
+    for option, value in (
+        ("--output", tmp_path),
+        ("--output", tmp_path / "no/file"),
+        ("--plots", tmp_path / "rows.json"),
+    ):
+        refused = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "rows.json"), option, str(value)])
+        assert refused.exit_code == 2
+        assert f"ConfigError: {option} can't be" in refused.stderr
 
 
 def test_the_reference_is_measured_beside_the_loop() -> None:

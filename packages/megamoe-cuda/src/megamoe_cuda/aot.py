@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megamoe.errors import ConfigError
 from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.device_spec import H200
 from megamoe_cuda.heuristics import session_config
@@ -45,8 +46,13 @@ def builds(
         config: name of a configuration to pin, or None.
         virtual: whether one GPU runs all ranks.
         num_sms: SMs that the kernels take.
+
+    Raises:
+        ConfigError: a virtual rank would be left without an SM.
     """
     num_virtual_ranks = problem.ep_size if virtual else 1
+    if num_sms < num_virtual_ranks:
+        raise ConfigError("more virtual ranks than SMs", got=num_virtual_ranks, expected=f"at most {num_sms}")
     chosen = session_config(problem, config)
     for tile in chosen.tiles:
         kernel = chosen.kernel(

@@ -11,7 +11,7 @@ from rich.table import Table
 from megamoe.bench.report import Series, grouped, markdown, plot
 from megamoe.bench.results import BenchRow, read_rows, write_rows
 from megamoe.bench.suites import SuiteOptions, find_suite, suites
-from megamoe.cli.console import check_writable, command, err, out, say, seconds_text
+from megamoe.cli.console import check_writable, command, err, make_folder, out, say, seconds_text
 from megamoe.errors import ConfigError, InputError
 
 app = typer.Typer(help="Measure a backend, or report what was measured.", invoke_without_command=True)
@@ -59,6 +59,8 @@ def report(
     plots: Annotated[Path | None, typer.Option(help="Directory for one SVG per series.")] = None,
 ) -> None:
     """Make tables and plots of results."""
+    if output is not None:
+        check_writable(output, "--output")
     rows = [row for path in results for file in _files(path) for row in read_rows(file)]
     text = markdown(rows)
     if output is None:
@@ -66,7 +68,7 @@ def report(
     else:
         output.write_text(text, encoding="utf-8")
     if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
+        make_folder(plots, "--plots")
         for series, of_series in grouped(rows).items():
             plot(of_series, plots / f"{_file_name(series)}.svg")
 

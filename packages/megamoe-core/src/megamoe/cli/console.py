@@ -70,6 +70,20 @@ def check_writable(path: Path, option: str) -> None:
         raise ConfigError(f"{option} can't be written", got=path, expected="a file in a directory that exists")
 
 
+def make_folder(folder: Path, option: str) -> None:
+    """Make an output folder before the work whose results go there.
+
+    Raises:
+        ConfigError: it is a file, or in a folder that can't be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} can't be made ({error.strerror})", got=folder, expected="a folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} can't be written", got=folder, expected="a folder that can be written to")
+
+
 def say(text: str) -> None:
     """Print a line with markup; long lines are left to the terminal to break."""
     out.print(text, soft_wrap=True)
