@@ -73,9 +73,8 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests of all packages, and the tests that span them."""
-    install_packages(
-        session, f"{CORE}[test,transformers,plots]", f"{CUDA}[compile-cu13]", ROCM, tools=("nox", "torchao")
-    )
+    tools = ("nox", "torchao", "pytest-xdist")
+    install_packages(session, f"{CORE}[test,transformers,plots]", f"{CUDA}[compile-cu13]", ROCM, tools=tools)
     session.install("--no-deps", TRITON)
     session.run("python", "ci/check_pins.py")
     step(session, "tests.sh", *session.posargs)
