@@ -1,13 +1,15 @@
 """A small Mixtral of random weights generates tokens with MegaMoE, and then by itself.
 
     pip install "megamoe-core[transformers]"
-    python examples/transformers_generate.py
+    python examples/transformers_generate.py                   # on the CPU: MegaMoE's reference computes the experts
+    python examples/transformers_generate.py --device cuda     # on a GPU, by the backend that is installed for it
 
-Nothing is downloaded. The model is on the CPU, so MegaMoE's CPU reference computes its experts. Both continuations are
-the same but where two tokens are so close that BF16 rounding decides.
+Nothing is downloaded. Both continuations are the same but where two tokens are so close that BF16 rounding decides.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -38,10 +40,14 @@ def generate(model: torch.nn.Module, prompt: torch.Tensor) -> list[int]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Generate eight tokens with MegaMoE, and eight without.")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    device = parser.parse_args().device
     torch.manual_seed(0)
     adapter = megamoe_transformers.register(num_max_tokens_per_rank=256)
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16, experts_implementation="megamoe").eval()
-    prompt = torch.tensor([list(b"Mixture of experts")])
+    model = model.to(device)
+    prompt = torch.tensor([list(b"Mixture of experts")], device=device)
 
     with_megamoe = generate(model, prompt)
     for problem in adapter.problems():
