@@ -184,13 +184,14 @@ def _guarded(num_tokens: int, device: torch.device) -> Tensor:
 def out_of_memory_on_one_rank(rank: Rank) -> tuple[str, bool]:
     """Rank 1 has no memory for a large session: what `open` raises on this rank, and whether a small one opens then.
 
-    On a GPU that both share rank 0 has none either.
+    Where ranks share a GPU none has: the session is larger than the GPU, and nothing is taken from others there.
     """
-    hog = None
-    if rank.rank == 1:
+    hog, alone = None, env.ranks_per_gpu() == 1
+    if rank.rank == 1 and alone:
         hog = torch.empty(int(0.97 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=rank.device)
     rank.meet()
-    large = replace(PROBLEM, hidden_size=8192, num_max_tokens_per_rank=1 << 18)
+    capacity = 1 << (18 if alone else 22)  # 18 GiB of workspace, or 289
+    large = replace(PROBLEM, hidden_size=8192, num_max_tokens_per_rank=capacity)
     error = error_of(lambda: rank.open(problem=large), lambda: None)
     del hog
     torch.cuda.empty_cache()
