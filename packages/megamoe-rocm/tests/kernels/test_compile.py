@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -10,8 +11,17 @@ import pytest
 import torch
 
 from megamoe.problem import MoEProblem
-from megamoe_rocm.aot import CodeObject, Expectation, Instruction, check, compile_kernel, main_loop, peer_stores
-from megamoe_rocm.aot.inspection import is_scaled_mfma
+from megamoe_rocm.aot import (
+    CodeObject,
+    Expectation,
+    InspectionError,
+    Instruction,
+    check,
+    compile_kernel,
+    main_loop,
+    peer_stores,
+)
+from megamoe_rocm.aot.inspection import is_cache_operation, is_scaled_mfma, waits_for_vector_memory
 from megamoe_rocm.heuristics import SCALE_BLOCK_COLUMNS, TileConfig, buckets, config_of
 from megamoe_rocm.kernels.launch import GFX950, CallTensors, Launch, MainLoop, RankCall, Target, stage1_parameters
 from megamoe_rocm.kernels.signature import options, parameters
@@ -75,58 +85,104 @@ def compiled(tile: str, quant: str, transport: str, kernel: str) -> CodeObject:
     )
 
 
+# Fences of the small kernels, as the protocol wants them.
+SMALL_KERNELS = {
+    "quantize_input": Expectation(peer_stores=0, releases=0, acquires=0),
+    # Arrivals: each is a release and an acquire.
+    "count_picks": Expectation(peer_stores=0, releases=0, acquires=0, agent_releases=1, agent_acquires=1),
+    # Entries, then counts; arrivals before and after the counts, then the flags.
+    "push_entries": Expectation(peer_stores=4, releases=3, acquires=2),
+    # The flags of all ranks and those of ranks that have given up, before the loop and in it.
+    "plan_blocks": Expectation(peer_stores=0, releases=0, acquires=4),
+    # The same, and the flag that says that this rank has given up; `status` is read twice.
+    "combine_rows": Expectation(peer_stores=0, releases=1, acquires=4, polls=2, agent_releases=1, agent_acquires=1),
+}
+
+
+def stated(kernel: str, config: TileConfig, transport: str) -> Expectation:
+    """What a kernel promises."""
+    if kernel in SMALL_KERNELS:
+        return replace(SMALL_KERNELS[kernel], scaled_mfmas=0)
+    if kernel == "dispatch_gemm1":
+        # At system scope counts_published is acquired. At agent scope a chunk's arrival is a release and an acquire,
+        # and what a tile waits for is acquired before the loop of the wait and in it.
+        tile = of_tile(config.gemm1_block_m, config.gemm1_block_n, config)
+        return replace(tile, peer_stores=0, releases=0, acquires=1, agent_releases=1, agent_acquires=3)
+    # Of a row's 4 neighbouring values that a lane has, bf16 is one store of 8 bytes, FP8 one of 4; and FP8 has two
+    # scales for each 64 columns, of which a lane has 16. Arrivals and rank_finished are releases; `status` is read.
+    values = config.gemm2_block_m * config.gemm2_block_n // (64 * config.num_warps)
+    num_stores = values // 4 + (values // 16 if transport != "bf16" else 0)
+    tile = of_tile(config.gemm2_block_m, config.gemm2_block_n, config)
+    return replace(tile, peer_stores=num_stores, releases=2, acquires=1, polls=1)
+
+
 @pytest.mark.parametrize("quant, transport", MODES)
-@pytest.mark.parametrize(
-    "kernel, stated",
-    [
-        ("quantize_input", Expectation(peer_stores=0, releases=0, acquires=0)),
-        # Arrivals: each is a release and an acquire.
-        ("count_picks", Expectation(peer_stores=0, releases=0, acquires=0, agent_releases=1, agent_acquires=1)),
-        # Entries, then counts; arrivals before and after the counts, then the flags.
-        ("push_entries", Expectation(peer_stores=4, releases=3, acquires=2)),
-        # The flags of all ranks and those of ranks that have given up, before the loop and in it.
-        ("plan_blocks", Expectation(peer_stores=0, releases=0, acquires=4)),
-        # The same, and the flag that says that this rank has given up.
-        ("combine_rows", Expectation(peer_stores=0, releases=1, acquires=4, agent_releases=1, agent_acquires=1)),
-    ],
-)
-def test_the_small_kernels(kernel: str, stated: Expectation, quant: str, transport: str) -> None:
+@pytest.mark.parametrize("kernel", SMALL_KERNELS)
+def test_the_small_kernels(kernel: str, quant: str, transport: str) -> None:
     """No spills and no scratch, and the fences that the protocol wants."""
-    check(compiled("m32", quant, transport, kernel), replace(stated, scaled_mfmas=0))
+    check(compiled("m32", quant, transport, kernel), stated(kernel, TILES["m32"], transport))
 
 
 @pytest.mark.parametrize("quant, transport", MODES)
 @pytest.mark.parametrize("tile", TILES)
 def test_stage_1(tile: str, quant: str, transport: str) -> None:
-    """No spills, two programs on a compute unit, every multiplication once, the loop as designed, and fences.
-
-    At system scope counts_published is acquired. At agent scope a chunk's arrival is a release and an acquire, and what
-    a tile waits for is acquired before the loop of the wait and in it.
-    """
+    """No spills, two programs on a compute unit, every multiplication once, the loop as designed, and fences."""
     config = TILES[tile]
     code = compiled(tile, quant, transport, "dispatch_gemm1")
-    stated = of_tile(config.gemm1_block_m, config.gemm1_block_n, config)
-    check(code, replace(stated, peer_stores=0, releases=0, acquires=1, agent_releases=1, agent_acquires=3))
+    check(code, stated("dispatch_gemm1", config, transport))
     require_main_loop(code, config.gemm1_block_m, config.gemm1_block_n, config, fp4=quant == "a4w4")
 
 
 @pytest.mark.parametrize("quant, transport", MODES)
 @pytest.mark.parametrize("tile", TILES)
 def test_stage_2(tile: str, quant: str, transport: str) -> None:
-    """As stage 1. Rows go past the caches to their home rank; arrivals and rank_finished are releases.
-
-    Of a row's 4 neighbouring values that a lane has, bf16 is one store of 8 bytes, FP8 one of 4; and FP8 has two scales
-    for each 64 columns, of which a lane has 16. These stores do not wait for each other.
-    """
+    """As stage 1. Rows go past the caches to their home rank, and their stores do not wait for each other."""
     config = TILES[tile]
     code = compiled(tile, quant, transport, "gemm2_p2p")
-    rows, columns = config.gemm2_block_m, config.gemm2_block_n
-    values = rows * columns // (64 * config.num_warps)
-    num_stores = values // 4 + (values // 16 if transport != "bf16" else 0)
-    check(code, replace(of_tile(rows, columns, config), peer_stores=num_stores, releases=2, acquires=1))
-    require_main_loop(code, rows, columns, config, fp4=quant == "a4w4")
+    check(code, stated("gemm2_p2p", config, transport))
+    require_main_loop(code, config.gemm2_block_m, config.gemm2_block_n, config, fp4=quant == "a4w4")
     stores = [at for at, item in enumerate(code.instructions) if item in peer_stores(code.instructions)]
     assert not any(item.mnemonic == "s_waitcnt" for item in code.instructions[stores[0] : stores[-1]])
+
+
+@pytest.mark.parametrize("kernel", [*SMALL_KERNELS, "dispatch_gemm1", "gemm2_p2p"])
+def test_a_dropped_scope_fence_or_wait_is_refused(kernel: str) -> None:
+    """Of each access with a scope, each cache operation, and each wait that belongs to one, in turn."""
+    quant, transport = MODES[1]
+    code, promises = compiled("m32", quant, transport, kernel), stated(kernel, TILES["m32"], transport)
+    items, broken = code.instructions, 0
+    for at, item in enumerate(items):
+        without = item
+        if is_cache_operation(item) or (waits_for_vector_memory(item) and guards(items, at)):
+            without = replace(item, mnemonic="s_nop", modifiers={}, text="s_nop 0")
+        elif item.has("sc1"):  # of a store the scope; an atomic's `sc0` says that it returns something
+            without = replace(item, modifiers={key: value for key, value in item.modifiers.items() if key != "sc1"})
+        if without is not item:
+            mutant = replace(code)
+            mutant.__dict__["instructions"] = (*items[:at], without, *items[at + 1 :])
+            with pytest.raises(InspectionError, match="stores|releases|acquires|polls"):
+                check(mutant, promises)
+            broken += 1
+    assert broken > 0 or kernel == "quantize_input"
+
+
+def guards(items: Sequence[Instruction], at: int) -> bool:
+    """Whether a wait is the one of a release or an acquire, next to the cache operation."""
+    return items[at - 1].mnemonic == "buffer_wbl2" or items[at + 1].mnemonic == "buffer_inv"
+
+
+@pytest.mark.parametrize("kernel", ["dispatch_gemm1", "gemm2_p2p"])
+def test_registers_that_do_not_suffice_are_refused(kernel: str) -> None:
+    """With half of them a tile's accumulators spill, and the check says so."""
+    launch = launches(TILES["m64"], *MODES[1])[kernel]
+    code = compile_kernel(
+        launch.kernel,
+        parameters=parameters(launch),
+        constants=launch.constants,
+        options=replace(options(launch), waves_per_eu=4),
+    )
+    with pytest.raises(InspectionError, match="vector register spills: [1-9]"):
+        check(code, stated(kernel, TILES["m64"], MODES[1][1]))
 
 
 def of_tile(rows: int, columns: int, config: TileConfig) -> Expectation:

@@ -158,6 +158,7 @@ class Expectation:
         peer_stores: stores with `sc0 sc1`.
         releases: system-scope flag writes with a write-back and a wait before them.
         acquires: system-scope flag reads with a wait and an invalidate after them.
+        polls: system-scope reads without an invalidate.
         agent_releases, agent_acquires: the same at agent scope.
         min_workgroups_per_cu: occupancy that the configuration counts on.
         max_vgprs: registers that the configuration counts on.
@@ -168,6 +169,7 @@ class Expectation:
     peer_stores: int | None = None
     releases: int | None = None
     acquires: int | None = None
+    polls: int | None = None
     agent_releases: int | None = None
     agent_acquires: int | None = None
     min_workgroups_per_cu: int | None = None
@@ -221,6 +223,7 @@ def check(code: CodeObject, expectation: Expectation) -> Inspection:
         _differs("peer stores", found.peer_stores, expectation.peer_stores),
         _differs("releases", len(found.fences.releases), expectation.releases),
         _differs("acquires", len(found.fences.acquires), expectation.acquires),
+        _differs("polls", len(found.fences.polls), expectation.polls),
         _differs("agent-scope releases", len(found.agent_fences.releases), expectation.agent_releases),
         _differs("agent-scope acquires", len(found.agent_fences.acquires), expectation.agent_acquires),
     ]
