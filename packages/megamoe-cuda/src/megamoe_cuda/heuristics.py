@@ -7,6 +7,7 @@ the same in every tile.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -21,6 +22,23 @@ from megamoe_cuda.smem_budget import shared_memory
 
 AUTO = "auto"
 
+
+def _converting(
+    *, num_stages: int, operand_buffers: int, packed_stages: int, warps: int, registers: tuple[int, int, int]
+) -> dict[str, int]:
+    """What changes in mode a8w4; registers of producers, math warps and converters."""
+    producer_registers, math_registers, converter_registers = registers
+    return {
+        "num_stages": num_stages,
+        "packed_stages": packed_stages,
+        "operand_buffers": operand_buffers,
+        "converter_warps": warps,
+        "producer_registers": producer_registers,
+        "math_registers": math_registers,
+        "converter_registers": converter_registers,
+    }
+
+
 # Stages: as many as fit beside the staging of the epilogue. Registers: what the warpgroups need without spills.
 N32 = TileConfig(
     name="n32", block_m=32, num_stages=5, producer_registers=56, math_registers=224, box_rows=8, swapped_rows=32
@@ -30,6 +48,14 @@ M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56,
 M128N64 = replace(M128, name="m128n64", swapped_rows=64)
 M256 = replace(M128, name="m256", block_m=256, cluster_size=2)
 TILES = {tile.name: tile for tile in (N32, M64, M128, M128N64)}
+CONVERTING_TILES = {
+    name: replace(TILES[name], **changes)
+    for name, changes in {
+        N32.name: _converting(num_stages=6, operand_buffers=3, packed_stages=4, warps=8, registers=(56, 136, 64)),
+        M64.name: _converting(num_stages=4, operand_buffers=2, packed_stages=5, warps=4, registers=(56, 200, 56)),
+        M128N64.name: _converting(num_stages=4, operand_buffers=2, packed_stages=3, warps=4, registers=(40, 216, 40)),
+    }.items()
+}
 
 MOST_ROWS_PER_EXPERT = {N32.name: 20.0, M64.name: 57.0, M128.name: 200.0, M128N64.name: inf}
 """Mean rows per expert up to which a tile is used by one rank. Seed's shape on an H200, mode a8w8, 2026-11-30, us
@@ -162,10 +188,12 @@ class SessionConfig(backend.KernelConfig):
 def tiles_of(problem: MoEProblem) -> dict[str, TileConfig]:
     """The tiles that kernels of `problem` can have, by name, for few rows first.
 
-    Operands are swapped in mode a8w8 without biases only, clusters multiply in mode bf16 only. Modes but a8w8 load
-    whole tiles of activations: no others were measured.
+    Operands are swapped in a8w4, and in a8w8 without biases; clusters multiply in mode bf16 only. Where they are not swapped,
+    whole tiles of activations are loaded: no others were measured.
     """
     quant = QuantMode(problem.quant)
+    if quant is QuantMode.A8W4:
+        return CONVERTING_TILES
     if quant is QuantMode.A8W8 and not problem.expert_bias:
         return TILES
     tiles = [tile for tile in TILES.values() if not tile.swapped_rows]
@@ -217,8 +245,8 @@ def _tiles_up_to_capacity(problem: MoEProblem) -> tuple[TileConfig, ...]:
 
 def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> TileConfig:
     """`tile` with as many of its stages as leave shared memory for `LEAST_PULLED_ROWS`, or with the fewest."""
-    for num_stages in range(tile.num_stages, LEAST_STAGES, -1):
-        fewer = replace(tile, num_stages=num_stages)
+    *candidates, fewest = _with_fewer_stages(tile)
+    for fewer in candidates:
         config = SessionConfig(name=tile.name, tiles=(fewer,), rings=(ring,))
         try:
             memory = shared_memory(config.kernel(problem, fewer, num_virtual_ranks=1, ctas_per_rank=1))
@@ -226,7 +254,15 @@ def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> Ti
             continue
         if memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode(problem.quant)]:
             return fewer
-    return replace(tile, num_stages=LEAST_STAGES)
+    return fewest
+
+
+def _with_fewer_stages(tile: TileConfig) -> Iterator[TileConfig]:
+    """`tile` itself, then with fewer and fewer stages; packed ones go first."""
+    step, packed_step = max(tile.operand_buffers, 1), max(tile.converter_groups, 1)
+    for num_stages in range(tile.num_stages, LEAST_STAGES - 1, -step):
+        for packed_stages in range(tile.packed_stages, min(LEAST_STAGES, tile.packed_stages) - 1, -packed_step):
+            yield replace(tile, num_stages=num_stages, packed_stages=packed_stages)
 
 
 def _ring(problem: MoEProblem, tile: TileConfig) -> Ring:

@@ -13,7 +13,6 @@ THREADS_PER_WARP = 32
 NUM_PRODUCER_WARPS = 4  # weight loader, activation loader, up to two dispatch warps
 MAX_DISPATCH_WARPS = 2
 NUM_MATH_WARPS = 8  # two warpgroups
-NUM_THREADS = THREADS_PER_WARP * (NUM_PRODUCER_WARPS + NUM_MATH_WARPS)
 BLOCK_N = 256  # columns of a tile: 128 finished channels of GEMM1
 BLOCK_K = 128  # bytes of K in a stage; in FP8 one activation scale, one weight scale, one promotion
 PREFETCHED_K_BLOCKS = 6  # of a CTA's first tile, while ranks exchange counts; 32 KiB each, 25 of an H200's 50 MiB of L2
@@ -21,8 +20,9 @@ MAX_K = 64 * BLOCK_K  # elements; a lane holds the weight scales of two K blocks
 RAGGED_GRANULE = 32  # elements of a row that need not be whole 128-blocks: a scale of the FP8 transport
 SWAPPED_ROWS = (8, 16, 32, 64)  # columns of WGMMAs with swapped operands (ptx/wgmma_few_columns.cuh)
 CLUSTER_SIZES = (1, 2)
+CONVERTER_GROUP_WARPS = 4  # that unpack a stage of weights together (roles/convert.cuh)
 MAX_RANKS = 32  # one lane signals one peer
-REGISTERS_AT_ENTRY = 168  # per thread: 65536 / 384, rounded down to a multiple of 8
+NUM_REGISTERS = 65536  # of an SM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,10 @@ class TileConfig:
         producer_registers: registers per thread of the producer warpgroup; a multiple of 8.
         math_registers: the same of the math warpgroups.
         cluster_size: CTAs that share a block's rows, and what they load of its weights (pipeline/cluster.cuh): 1 or 2.
+        converter_warps: warps that make FP8 operands of packed weights, in mode a8w4: whole warpgroups.
+        converter_registers: their registers per thread.
+        packed_stages: stages of packed weights, 128 of K each.
+        operand_buffers: what they become: stages take turns in so many buffers of FP8 weights. A divisor of num_stages.
     """
 
     name: str
@@ -50,6 +54,10 @@ class TileConfig:
     box_rows: int
     swapped_rows: int = 0
     cluster_size: int = 1
+    converter_warps: int = 0
+    converter_registers: int = 0
+    packed_stages: int = 0
+    operand_buffers: int = 0
 
     def __post_init__(self) -> None:
         if self.cluster_size not in CLUSTER_SIZES:
@@ -61,8 +69,16 @@ class TileConfig:
             raise ConfigError("no operands are swapped for such rows", got=self.swapped_rows, expected=SWAPPED_ROWS)
         if self.tile_m % self.box_rows or self.box_rows % 8:
             raise ConfigError("bulk copies of so many rows do not fill a block", got=self.box_rows)
-        num_registers = 128 * self.producer_registers + 256 * self.math_registers
-        available = REGISTERS_AT_ENTRY * NUM_THREADS
+        if self.operand_buffers and self.num_stages % self.operand_buffers:
+            raise ConfigError("stages take turns in the buffers of operands", got=self.num_stages)
+        if self.packed_stages % max(self.converter_groups, 1):
+            raise ConfigError("groups of converter warps do not share out packed stages", got=self.packed_stages)
+        num_registers = (
+            128 * self.producer_registers
+            + 256 * self.math_registers
+            + THREADS_PER_WARP * self.converter_warps * self.converter_registers
+        )
+        available = self.num_threads * self.registers_at_entry
         if num_registers > available:  # the last warpgroup would wait for its registers for ever
             raise ConfigError("the warpgroups' registers exceed the CTA's", got=num_registers, expected=available)
 
@@ -70,6 +86,21 @@ class TileConfig:
     def tile_m(self) -> int:
         """Rows that one CTA multiplies."""
         return self.block_m // self.cluster_size
+
+    @property
+    def converter_groups(self) -> int:
+        """Groups of converter warps, which take K blocks in turn."""
+        return self.converter_warps // CONVERTER_GROUP_WARPS
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return THREADS_PER_WARP * (NUM_PRODUCER_WARPS + NUM_MATH_WARPS + self.converter_warps)
+
+    @property
+    def registers_at_entry(self) -> int:
+        """Registers of every thread before warpgroups exchange them: a multiple of 8."""
+        return NUM_REGISTERS // self.num_threads // 8 * 8
 
 
 def element_bytes(quant: QuantMode) -> int:
@@ -135,10 +166,10 @@ class KernelConfig:
             raise ConfigError("num_ranks is out of range", got=self.num_ranks, expected=f"1 to {MAX_RANKS}")
         if self.num_virtual_ranks not in (1, self.num_ranks):
             raise ConfigError("virtual ranks are all or none", got=self.num_virtual_ranks, expected=(1, self.num_ranks))
-        if self.tile.swapped_rows and (self.quant is not QuantMode.A8W8 or self.expert_bias):
-            raise ConfigError(
-                "operands are swapped in mode a8w8 without biases only", got=f"{self.quant}, biases {self.expert_bias}"
-            )
+        if self.tile.swapped_rows and self.quant is QuantMode.BF16:
+            raise ConfigError("operands are swapped in modes a8w8 and a8w4 only", got=self.quant)
+        if bool(self.tile.converter_warps) != (self.quant is QuantMode.A8W4):
+            raise ConfigError("packed weights are converted in mode a8w4", got=f"{self.quant}, {self.tile}")
         if self.tile.cluster_size > 1:
             self._require_clusters()
         if self.ring.block_m != self.tile.block_m or self.ring not in self.session_rings:
@@ -165,11 +196,8 @@ class KernelConfig:
 
     @property
     def split_m(self) -> bool:
-        """Whether each math warpgroup takes half of the rows (and all columns), instead of half of the columns.
-
-        In mode a8w4 a warpgroup takes half of the columns at any height: it converts those weights only.
-        """
-        return self.tile.tile_m == 128 and self.quant is not QuantMode.A8W4
+        """Whether each math warpgroup takes half of the rows (and all columns), instead of half of the columns."""
+        return self.tile.tile_m == 128
 
     @property
     def has_row_scales(self) -> bool:

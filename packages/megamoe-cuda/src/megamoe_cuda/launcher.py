@@ -17,7 +17,7 @@ from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe_cuda.driver import check
 from megamoe_cuda.jit.codegen import KERNEL_NAME
 from megamoe_cuda.jit.compiler import CompiledKernel
-from megamoe_cuda.kernel_config import NUM_THREADS, KernelConfig
+from megamoe_cuda.kernel_config import KernelConfig
 from megamoe_cuda.tma import TENSOR_MAP_BYTES, byte_matrix_map
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -122,7 +122,7 @@ class LoadedKernel:
         self._function = check(driver.cuModuleGetFunction(self._module, KERNEL_NAME.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, attribute, compiled.dynamic_smem_bytes))
-        self._launch = _launch_config(self.config.num_ctas, self.config.tile.cluster_size, compiled.dynamic_smem_bytes)
+        self._launch = _launch_config(self.config, compiled.dynamic_smem_bytes)
         self._launch_kernel = driver.cuLaunchKernelEx
         self._as_stream = driver.CUstream
         self._stream: int | None = None
@@ -242,7 +242,7 @@ class _ArgumentBlock:
         ctypes.memmove(ctypes.addressof(self._buffer) + offset, maps, MAPS_BYTES)
 
 
-def _launch_config(num_ctas: int, cluster_size: int, dynamic_smem_bytes: int) -> Any:
+def _launch_config(kernel: KernelConfig, dynamic_smem_bytes: int) -> Any:
     """A cooperative launch: the kernel's CTAs wait for each other, so all must be resident at once."""
     from cuda.bindings import driver
 
@@ -250,10 +250,11 @@ def _launch_config(num_ctas: int, cluster_size: int, dynamic_smem_bytes: int) ->
     cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
     cooperative.value.cooperative = 1
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = num_ctas, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = NUM_THREADS, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = kernel.num_ctas, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = kernel.tile.num_threads, 1, 1
     config.sharedMemBytes = dynamic_smem_bytes
     attributes = [cooperative]
+    cluster_size = kernel.tile.cluster_size
     if cluster_size > 1:
         cluster = driver.CUlaunchAttribute()
         cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from megamoe.errors import ConfigError
 from megamoe.problem import QuantMode
 from megamoe.schedule.tiles import round_up
-from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, MAX_DISPATCH_WARPS, NUM_MATH_WARPS, KernelConfig
+from megamoe_cuda.kernel_config import (
+    BLOCK_K,
+    BLOCK_N,
+    MAX_DISPATCH_WARPS,
+    NUM_MATH_WARPS,
+    KernelConfig,
+)
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 MAX_DYNAMIC_BYTES = 232448  # 227 KiB, CUDA C++ programming guide, compute capability 9.0
@@ -19,7 +25,6 @@ QUEUE_SLOTS = 4  # kQueueSlots of pipeline/tile_queue.cuh
 TILE_BYTES = 28  # Tile of schedule/units.cuh
 TILE_SLOT_BYTES = 32
 PACKED_STAGE_BYTES = BLOCK_N * (BLOCK_K // 2 + 4)  # mode a8w4: two codes a byte, and a word of table entries per row
-OPERAND_BUFFERS = 2  # of e4m3 operands that packed weights become (pipeline/main_loop_fp4.cuh)
 NUM_OPERAND_TABLES = 16  # numerics/fp4_as_fp8.cuh
 OPERAND_TABLE_BYTES = 8  # read at once
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
@@ -34,9 +39,10 @@ class SharedMemory:
     activation_stage_bytes: int
     weight_stage_bytes: int
     scale_stage_bytes: int
+    num_weight_buffers: int
     activations: int
-    operands: int
     weights: int
+    packed: int
     scales: int
     staging: int
     exchange: int
@@ -44,6 +50,7 @@ class SharedMemory:
     tiles: int
     barriers: int
     queue_barriers: int
+    packed_barriers: int
     pull_barriers: int
     claim_barriers: int
     claim: int
@@ -71,13 +78,14 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     """
     tile = config.tile
     activation_stage = tile.tile_m * BLOCK_K
-    weight_stage = PACKED_STAGE_BYTES if config.quant is QuantMode.A8W4 else BLOCK_N * BLOCK_K
+    weight_stage = BLOCK_N * BLOCK_K
+    weight_buffers = tile.operand_buffers or tile.num_stages
     scale_stage = tile.tile_m * FLOAT_BYTES if config.has_row_scales else 0
 
     activations = 0
-    operands = activations + tile.num_stages * activation_stage
-    weights = operands + (OPERAND_BUFFERS * BLOCK_N * BLOCK_K if config.quant is QuantMode.A8W4 else 0)
-    scales = weights + tile.num_stages * weight_stage
+    weights = activations + tile.num_stages * activation_stage
+    packed = weights + weight_buffers * weight_stage
+    scales = packed + tile.packed_stages * PACKED_STAGE_BYTES
     staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
     exchanges_amax = config.has_row_scales and not config.split_m and tile.swapped_rows < tile.block_m
@@ -85,7 +93,8 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     tiles = weight_scales + (NUM_MATH_WARPS * _weight_scale_bytes(config) if config.has_row_scales else 0)
     barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES
     queue_barriers = barriers + 2 * tile.num_stages * BARRIER_BYTES
-    pull_barriers = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
+    packed_barriers = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
+    pull_barriers = packed_barriers + 2 * tile.packed_stages * BARRIER_BYTES
     claim_barriers = pull_barriers + MAX_DISPATCH_WARPS * MAX_PULL_SLOTS * BARRIER_BYTES
     in_cluster = tile.cluster_size > 1
     result = claim_barriers + (2 * BARRIER_BYTES if in_cluster else 0)
@@ -117,8 +126,9 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         weight_stage_bytes=weight_stage,
         scale_stage_bytes=scale_stage,
         activations=activations,
-        operands=operands,
+        num_weight_buffers=weight_buffers,
         weights=weights,
+        packed=packed,
         scales=scales,
         staging=staging,
         exchange=exchange,
@@ -126,6 +136,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         tiles=tiles,
         barriers=barriers,
         queue_barriers=queue_barriers,
+        packed_barriers=packed_barriers,
         pull_barriers=pull_barriers,
         claim_barriers=claim_barriers,
         claim=claim,

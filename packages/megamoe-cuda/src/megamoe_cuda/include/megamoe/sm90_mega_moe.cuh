@@ -1,13 +1,15 @@
 // One launch of one MoE layer on SM90: stage, route, dispatch, GEMM1 + activation, GEMM2, send home, combine.
 //
 // Persistent and cooperative: one CTA per SM, 384 threads. All threads stage and route; then the first warpgroup loads
-// (warp 0 weights, warp 1 activations, the others pull rows from peers) and the other two multiply, send and combine.
+// (warp 0 weights, warp 1 activations, the others pull rows from peers) and two multiply, send and combine. In mode a8w4
+// further warps unpack weights.
 // With virtual ranks, several ranks share the GPU: rank r has CTAs [r * kCtasPerRank, (r + 1) * kCtasPerRank).
 //
 // codegen.py puts the constants of megamoe::cfg before this file.
 #pragma once
 
 #include "megamoe/ptx/registers.cuh"
+#include "megamoe/roles/convert.cuh"
 #include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
@@ -49,7 +51,7 @@ __device__ __forceinline__ void producer_role(const Cta& cta, const PoolPlan& pl
     } else if (warp == 1) {
         if (lane_id() == 0) activation_loader(cta, ring, queue);
     } else if (warp < 2 + cfg::kDispatchWarps) {
-        dispatch_role(cta, plan, ring, warp - 2);
+        dispatch_role(cta.arguments, plan, ring, warp - 2);
         trace(cta, TracePoint::kPulled, warp == 2 && lane_id() == 0);
     }
 }
@@ -70,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
         UnitClaims{ring.base}.initialize();
         identify_cta(arguments, ring.facts());
     }
-    if constexpr (cfg::kMode == Mode::kA8w4) fill_operand_tables(ring.base + cfg::kSmemOperandTables);
+    if constexpr (kConverts) fill_operand_tables(ring.base + cfg::kSmemOperandTables);
     __syncthreads();
     const Cta cta = recall_cta(arguments, ring.facts());
     trace(cta, TracePoint::kStarted, threadIdx.x == 0);
@@ -88,8 +90,13 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     if (warp < cfg::kProducerWarps) {
         ptx::release_registers_to<cfg::kProducerRegisters>();
         producer_role(cta, plan, ring, queue, warp);
-    } else {
+    } else if (!kConverts || warp < cfg::kProducerWarps + cfg::kMathWarps) {
         ptx::claim_registers_to<cfg::kMathRegisters>();
         math_role(arguments, plan, ring, queue);
+    } else {
+        if constexpr (kConverts) {
+            ptx::release_registers_to<cfg::kConverterRegisters>();
+            converter_role(ring, queue);
+        }
     }
 }

@@ -24,8 +24,15 @@ struct OperandTable {
 
     __device__ __forceinline__ uint2 operands(uint32_t packed) const {
         const uint32_t magnitudes = packed & 0x77777777u;
-        return make_uint2(__byte_perm(low, high, magnitudes) | (packed & 0x80808080u),
-                          __byte_perm(low, high, magnitudes >> 16) | (packed << 4 & 0x80808080u));
+        return make_uint2(looked_up(magnitudes) | (packed & 0x80808080u),
+                          looked_up(magnitudes >> 16) | (packed << 4 & 0x80808080u));
+    }
+
+    // Of the four nibbles in the lower half. Not __byte_perm, which masks them once more.
+    __device__ __forceinline__ uint32_t looked_up(uint32_t magnitudes) const {
+        uint32_t found;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(low), "r"(high), "r"(magnitudes));
+        return found;
     }
 };
 

@@ -101,7 +101,7 @@ struct MainLoop : StageReader {
             uint32_t a = a_descriptor, b = b_descriptor;
             asm volatile("" : "+r"(a), "+r"(b));  // computed here: hoisted, those of all stages would take 40 registers
             ptx::wgmma_m64n128k128(product, a + (stage * cfg::kActivationStageBytes >> 4),
-                                   b + ((stage * cfg::kWeightStageBytes + half * kHalfBytes) >> 4));
+                                   b + ((weight_buffer_offset(stage) + half * kHalfBytes) >> 4));
             const float first = weight_scales.at(0, k), second = weight_scales.at(1, k);
             const float even = is_gemm2 && half == 1 ? second : first;
             const float odd = is_gemm2 && half == 0 && kHalves == 2 ? first : second;

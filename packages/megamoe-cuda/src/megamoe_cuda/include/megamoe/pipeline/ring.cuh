@@ -7,6 +7,13 @@
 //              loaders.
 //   phase      both flip once per trip round the ring. A loader's first trip waits for the parity 1, which a fresh
 //              barrier passes at once.
+//
+// In mode a8w4 the weights come packed, through a ring of their own, and the converter warps make of them the operands of a
+// stage (roles/convert.cuh). There are fewer buffers of operands than stages: stage s has buffer s mod kNumWeightBuffers.
+//
+//   full[s]           instead of the weight loader's, an arrival of each warp of the group that converts the stage
+//   packed_full[p]    one arrival with the stage's bytes, the weight loader's. Waited for by the group.
+//   packed_empty[p]   one arrival per warp of the group, after its last read. Waited for by the weight loader.
 #pragma once
 
 #include "megamoe/ptx/mbarrier.cuh"
@@ -14,14 +21,42 @@
 
 namespace megamoe {
 
+constexpr bool kConverts = cfg::kConverterWarps > 0;
+constexpr uint32_t kConverterGroupWarps = 4;  // that convert a stage together
+static_assert(cfg::kNumStages % cfg::kNumWeightBuffers == 0, "a stage has one buffer");
+
+// Of the weights of stage `stage`, from those of stage 0.
+__device__ __forceinline__ constexpr uint32_t weight_buffer_offset(uint32_t stage) {
+    return stage % cfg::kNumWeightBuffers * cfg::kWeightStageBytes;
+}
+
+// A position on a ring: which stage, and the parity of the trip.
+template <uint32_t kStages>
+struct PositionOn {
+    uint32_t stage = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+using RingPosition = PositionOn<cfg::kNumStages>;
+struct PackedPosition : PositionOn<cfg::kNumPackedStages> {};  // of packed weights
+
 struct Ring {
     uint32_t base;  // shared address of the CTA's dynamic shared memory
 
     __device__ __forceinline__ uint32_t activations(uint32_t stage) const {
         return base + cfg::kSmemActivations + stage * cfg::kActivationStageBytes;
     }
-    __device__ __forceinline__ uint32_t weights(uint32_t stage) const {
-        return base + cfg::kSmemWeights + stage * cfg::kWeightStageBytes;
+    __device__ __forceinline__ uint32_t weights(uint32_t buffer) const {
+        return base + cfg::kSmemWeights + buffer * cfg::kWeightStageBytes;
+    }
+    __device__ __forceinline__ uint32_t packed(uint32_t stage) const {
+        return base + cfg::kSmemPacked + stage * cfg::kPackedStageBytes;
     }
     __device__ __forceinline__ uint32_t scales(uint32_t stage) const {
         return base + cfg::kSmemScales + stage * cfg::kScaleStageBytes;
@@ -30,6 +65,17 @@ struct Ring {
     __device__ __forceinline__ uint32_t empty(uint32_t stage) const {
         return base + cfg::kSmemBarriers + 8 * (cfg::kNumStages + stage);
     }
+    __device__ __forceinline__ uint32_t packed_full(uint32_t stage) const {
+        return base + cfg::kSmemPackedBarriers + 8 * stage;
+    }
+    __device__ __forceinline__ uint32_t packed_empty(uint32_t stage) const {
+        return base + cfg::kSmemPackedBarriers + 8 * (cfg::kNumPackedStages + stage);
+    }
+
+    __device__ __forceinline__ uint32_t full(const RingPosition& at) const { return full(at.stage); }
+    __device__ __forceinline__ uint32_t empty(const RingPosition& at) const { return empty(at.stage); }
+    __device__ __forceinline__ uint32_t full(const PackedPosition& at) const { return packed_full(at.stage); }
+    __device__ __forceinline__ uint32_t empty(const PackedPosition& at) const { return packed_empty(at.stage); }
 
     __device__ __forceinline__ uint32_t facts() const { return base + cfg::kSmemFacts; }  // CtaFacts
 
@@ -46,24 +92,15 @@ struct Ring {
     // One thread; __syncthreads() follows.
     __device__ __forceinline__ void initialize() const {
         for (uint32_t stage = 0; stage < cfg::kNumStages; ++stage) {
-            ptx::mbarrier_init(full(stage), 2);
+            ptx::mbarrier_init(full(stage), 1 + (kConverts ? kConverterGroupWarps : 1));
             ptx::mbarrier_init(empty(stage), cfg::kMathWarps * cfg::kClusterSize);
+        }
+        for (uint32_t stage = 0; stage != cfg::kNumPackedStages; ++stage) {
+            ptx::mbarrier_init(packed_full(stage), 1);
+            ptx::mbarrier_init(packed_empty(stage), kConverterGroupWarps);
         }
         ptx::fence_mbarrier_init();
         asm volatile("st.volatile.shared.u32 [%0], 0;" ::"r"(base + cfg::kSmemGaveUp) : "memory");
-    }
-};
-
-// A position on the ring: which stage, and the parity of the trip.
-struct RingPosition {
-    uint32_t stage = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == cfg::kNumStages) {
-            stage = 0;
-            phase ^= 1;
-        }
     }
 };
 

@@ -44,7 +44,7 @@ struct SwappedLoop {
     __device__ __forceinline__ void issue(float (&product)[2][kLength], uint32_t stage) const {
         uint32_t a = weight_descriptor, b = token_descriptor;
         asm volatile("" : "+r"(a), "+r"(b));  // computed here, not kept over the loop
-        a += stage * cfg::kWeightStageBytes >> 4;
+        a += weight_buffer_offset(stage) >> 4;
         b += stage * cfg::kActivationStageBytes >> 4;
         ptx::wgmma_fence();
 #pragma unroll

@@ -52,34 +52,44 @@ __device__ __forceinline__ PoolRow broadcast(const PoolRow& row, uint32_t lane) 
             {__shfl_sync(kFullMask, row.entry.token_slot, lane), __shfl_sync(kFullMask, row.entry.weight, lane)}};
 }
 
-// The buffers of one worker. All lanes call every function; turn t uses buffer t mod kPullSlots.
+// The buffers of one worker. All lanes call every function; turn t uses buffer t mod kPullSlots. Who the CTA is, is recalled
+// where it is needed: kept, it would take registers that the math warps are short of.
 struct Puller {
-    const Cta& cta;
-    uint32_t buffers;   // shared address
-    uint32_t barriers;  // one per buffer: one arrival with the row's bytes
+    const KernelArguments& arguments;
+    const Ring& ring;
+    uint32_t warp;
 
-    __device__ __forceinline__ Puller(const Cta& cta_, const Ring& ring, uint32_t warp)
-        : cta(cta_),
-          buffers(ring.base + cfg::kSmemPull + warp * cfg::kPullSlots * cfg::kPullSlotBytes),
-          barriers(ring.base + cfg::kSmemPullBarriers + warp * cfg::kPullSlots * 8) {
+    __device__ __forceinline__ Puller(const KernelArguments& arguments_, const Ring& ring_, uint32_t warp_)
+        : arguments(arguments_),
+          ring(ring_),
+          warp(warp_) {
         if (lane_id() == 0) {
-            for (uint32_t slot = 0; slot < cfg::kPullSlots; ++slot) ptx::mbarrier_init(barriers + 8 * slot, 1);
+            for (uint32_t slot = 0; slot < cfg::kPullSlots; ++slot) ptx::mbarrier_init(barrier(slot), 1);
             ptx::fence_mbarrier_init();
             ptx::fence_proxy_async_global();  // peers wrote their rows with ordinary stores
         }
         __syncwarp();
     }
 
+    __device__ __forceinline__ Cta cta() const { return recall_cta(arguments, ring.facts()); }
+    __device__ __forceinline__ uint32_t slot(uint32_t turn) const {
+        uint32_t first = warp * cfg::kPullSlots;
+        asm volatile("" : "+r"(first));
+        return first + turn % cfg::kPullSlots;
+    }
     __device__ __forceinline__ uint32_t buffer(uint32_t turn) const {
-        return buffers + turn % cfg::kPullSlots * cfg::kPullSlotBytes;
+        return ring.base + cfg::kSmemPull + slot(turn) * cfg::kPullSlotBytes;
     }
     __device__ __forceinline__ uint32_t scales(uint32_t turn) const { return buffer(turn) + cfg::kInputRowBytes; }
-    __device__ __forceinline__ uint32_t barrier(uint32_t turn) const { return barriers + turn % cfg::kPullSlots * 8; }
+    // One per buffer: one arrival with the row's bytes.
+    __device__ __forceinline__ uint32_t barrier(uint32_t turn) const {
+        return ring.base + cfg::kSmemPullBarriers + slot(turn) * 8;
+    }
     __device__ __forceinline__ static uint32_t parity(uint32_t turn) { return turn / cfg::kPullSlots % 2; }
 
     __device__ __forceinline__ void fetch(const PoolRow& row, uint32_t turn) const {
         if (lane_id() != 0) return;
-        const Workspace source = cta.peer(row.src_rank);
+        const Workspace source = cta().peer(row.src_rank);
         const uint32_t token = row.entry.token_slot / cfg::kTopK;
         ptx::mbarrier_arrive_expect_tx(barrier(turn), cfg::kInputRowBytes + kScaleRowBytes);
         ptx::bulk_load(buffer(turn), source.input_payload(token), cfg::kInputRowBytes, barrier(turn));
@@ -90,19 +100,20 @@ struct Puller {
 
     // Waits for the row and sends it on; false when the wait was aborted.
     __device__ __forceinline__ bool store(const PoolRow& row, uint32_t turn) const {
+        const Cta cta = this->cta();
         if (!wait_mbarrier(cta.watchdog(), Phase::kDispatch, row.src_rank, barrier(turn), parity(turn))) return false;
         if (lane_id() == 0) {
             ptx::bulk_store(cta.workspace.pool_payload(row.ring_row()), buffer(turn), cfg::kInputRowBytes);
             ptx::bulk_commit_group();
             *cta.workspace.pool_meta(row.ring_row()) = PoolMeta{row.src_rank, row.entry.token_slot, row.entry.weight, 0};
         }
-        if constexpr (cfg::kHasRowScales) store_scales(row, turn);
+        if constexpr (cfg::kHasRowScales) store_scales(cta, row, turn);
         ptx::fence_proxy_async_global();  // GEMM1 reads the scales with bulk copies
         ptx::fence_proxy_async_shared();  // the next row of this buffer overwrites them with one
         return true;
     }
 
-    __device__ __forceinline__ void store_scales(const PoolRow& row, uint32_t turn) const {
+    __device__ __forceinline__ void store_scales(const Cta& cta, const PoolRow& row, uint32_t turn) const {
         for (uint32_t k = lane_id(); k < cfg::kGemm1KBlocks; k += kWarpSize) {
             float scale;
             asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(scales(turn) + 4 * k) : "memory");
@@ -116,6 +127,7 @@ struct Puller {
         __syncwarp();
         if (lane_id() != 0) return;
         ptx::bulk_wait_group<kLater>();
+        const Cta cta = this->cta();
         ptx::red_add_release_gpu(cta.workspace.rows_arrived(cta.epoch) + row.block, 1);
     }
 
@@ -157,12 +169,12 @@ __device__ __forceinline__ bool pull_rows(const Puller& puller, const PoolRow& o
     while (published < count) {
         if (fetched < count && fetched - published < cfg::kPullSlots) {
             const PoolRow row = broadcast(own, fetched);
-            if (ring_slot_is_free(puller.cta, row.block)) {
+            if (ring_slot_is_free(puller.cta(), row.block)) {
                 puller.fetch(row, turn + fetched++);
                 continue;
             }
             if (fetched == published) {  // nothing unfinished: may block
-                if (!await_ring_slot(puller.cta, row.block)) return false;
+                if (!await_ring_slot(puller.cta(), row.block)) return false;
                 continue;
             }
         }
@@ -180,18 +192,23 @@ __device__ __forceinline__ bool pull_rows(const Puller& puller, const PoolRow& o
     return true;
 }
 
-__device__ __forceinline__ void dispatch_role(const Cta& cta, const PoolPlan& plan, const Ring& ring, uint32_t warp) {
+__device__ __forceinline__ void dispatch_role(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
+                                              uint32_t warp) {
     constexpr uint32_t kWorkers = cfg::kDispatchWarps * cfg::kCtasPerRank;
-    const Puller puller(cta, ring, warp);
-    const uint32_t num_rows = plan.num_rows();
-    uint32_t turn = 0;
-    for (uint32_t first = warp * cfg::kCtasPerRank + cta.index; first < num_rows; first += kWarpSize * kWorkers) {
+    const Puller puller(arguments, ring, warp);
+#pragma unroll 1
+    for (uint32_t turn = 0;; turn += kWarpSize) {
+        const Cta cta = puller.cta();
+        const uint32_t num_rows = plan.num_rows();
+        uint32_t earlier = turn * kWorkers;
+        asm volatile("" : "+r"(earlier));  // rows before this turn's: computed here, not kept over the pulls
+        const uint32_t first = warp * cfg::kCtasPerRank + cta.index + earlier;
+        if (first >= num_rows) return;
         const uint32_t own_row = first + lane_id() * kWorkers;
         PoolRow own{};
         if (own_row < num_rows) own = locate_row(cta, plan, own_row);
         const uint32_t count = min(ceil_div(num_rows - first, kWorkers), kWarpSize);
         if (!pull_rows(puller, own, count, turn)) return;
-        turn += count;
     }
 }
 

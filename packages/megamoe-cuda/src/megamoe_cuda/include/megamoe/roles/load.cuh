@@ -11,18 +11,19 @@
 
 namespace megamoe {
 
-// Runs `load(stage, full barrier, k block)` for every K block of a tile as stages become empty.
-template <typename Load>
-__device__ __forceinline__ bool fill_stages(const Cta& cta, const Ring& ring, RingPosition& position, uint32_t k_blocks,
+// Runs `load(stage, full barrier, k block)` for every K block of a tile as stages become empty, on the ring that `position`
+// belongs to.
+template <typename Position, typename Load>
+__device__ __forceinline__ bool fill_stages(const Cta& cta, const Ring& ring, Position& position, uint32_t k_blocks,
                                             Load load) {
 #pragma unroll 1
     for (uint32_t k = 0; k < k_blocks; ++k) {
-        if (!wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, ring.empty(position.stage),
+        if (!wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, ring.empty(position),
                            position.phase ^ 1)) {
             return false;
         }
         if (ring.gave_up()) return false;  // the math warps released the stage without waiting for it
-        load(position.stage, ring.full(position.stage), k);
+        load(position.stage, ring.full(position), k);
         position.advance();
     }
     return true;
@@ -40,7 +41,7 @@ __device__ __forceinline__ const uint8_t* packed_weights(const Cta& cta, bool is
     const uint8_t* stages = is_gemm2 ? cta.own().w2_stages : cta.own().w13_stages;
     const uint32_t tiles = is_gemm2 ? cfg::kGemm2NTiles : cfg::kGemm1NTiles;
     const uint32_t k_blocks = is_gemm2 ? cfg::kGemm2KBlocks : cfg::kGemm1KBlocks;
-    return stages + (static_cast<uint64_t>(expert) * tiles + n_tile) * k_blocks * cfg::kWeightStageBytes;
+    return stages + (static_cast<uint64_t>(expert) * tiles + n_tile) * k_blocks * cfg::kPackedStageBytes;
 }
 
 // While the ranks' counts are under way, device memory is idle. With few tokens, nearly every expert gets one block, so the
@@ -54,19 +55,19 @@ __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
     const uint32_t n_tile = cta.index % cfg::kGemm1NTiles;
     const uint32_t k_blocks = min(cfg::kPrefetchedKBlocks, cfg::kGemm1KBlocks);
     if constexpr (cfg::kMode == Mode::kA8w4) {
-        ptx::bulk_prefetch(packed_weights(cta, false, expert, n_tile), k_blocks * cfg::kWeightStageBytes);
+        ptx::bulk_prefetch(packed_weights(cta, false, expert, n_tile), k_blocks * cfg::kPackedStageBytes);
     } else {
         const uint32_t row = expert * 2 * cfg::kIntermediateSize + n_tile * cfg::kBlockN;
         for (uint32_t k = 0; k < k_blocks; ++k) ptx::tma_prefetch_2d(cta.own().w13, k * 128, row);
     }
 }
 
-__device__ __forceinline__ bool load_packed_weights(const Cta& cta, const Tile& tile, const Ring& ring,
-                                                    RingPosition& position) {
+__device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
+                                             PackedPosition& position) {
     const uint8_t* source = packed_weights(cta, tile.is_gemm2, tile.expert, tile.n_tile);
     return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
-        ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
-        ptx::bulk_load(ring.weights(stage), source + k * cfg::kWeightStageBytes, cfg::kWeightStageBytes, full);
+        ptx::mbarrier_arrive_expect_tx(full, cfg::kPackedStageBytes);
+        ptx::bulk_load(ring.packed(stage), source + k * cfg::kPackedStageBytes, cfg::kPackedStageBytes, full);
     });
 }
 
@@ -92,7 +93,6 @@ __device__ __forceinline__ bool load_weights_in_parts(const Cta& cta, const Tile
 
 __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
                                              RingPosition& position) {
-    if constexpr (cfg::kMode == Mode::kA8w4) return load_packed_weights(cta, tile, ring, position);
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().w2 : cta.own().w13;
     const uint32_t expert_rows = tile.is_gemm2 ? cfg::kHiddenSize : 2 * cfg::kIntermediateSize;
     const uint32_t row = tile.expert * expert_rows + tile.n_tile * cfg::kBlockN;
@@ -104,10 +104,19 @@ __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, c
     });
 }
 
+template <bool kPacked>
+struct WeightPosition {
+    using Type = RingPosition;
+};
+template <>
+struct WeightPosition<true> {
+    using Type = PackedPosition;
+};
+
 // One thread: claims units, publishes them to the other roles, loads their weights.
 __device__ __forceinline__ void weight_loader(const Cta& cta, const PoolPlan& plan, const Ring& ring,
                                               const TileQueue& queue) {
-    RingPosition position;
+    WeightPosition<kConverts>::Type position;
     const uint32_t units = num_units(plan.num_blocks());
     UnitClaims claims{ring.base};
     uint32_t unit = cta.index / cfg::kClusterSize, turn = 0;

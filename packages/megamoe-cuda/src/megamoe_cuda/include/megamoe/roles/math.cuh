@@ -5,7 +5,6 @@
 #pragma once
 
 #include "megamoe/pipeline/main_loop_bf16.cuh"
-#include "megamoe/pipeline/main_loop_fp4.cuh"
 #include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/roles/combine.cuh"
 #include "megamoe/roles/swapped_epilogues.cuh"
@@ -20,10 +19,6 @@ struct MainLoopOf {
 template <>
 struct MainLoopOf<Mode::kBf16> {
     using Type = Bf16MainLoop;
-};
-template <>
-struct MainLoopOf<Mode::kA8w4> {
-    using Type = Fp4MainLoop;
 };
 using ModeMainLoop = MainLoopOf<cfg::kMode>::Type;
 

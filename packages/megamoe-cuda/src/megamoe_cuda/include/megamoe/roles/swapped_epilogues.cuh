@@ -56,6 +56,23 @@ __device__ __forceinline__ void take_turns(const MathThread& thread, uint32_t nu
     }
 }
 
+// `bias` belongs to the tile's first weight row and goes on for 256.
+template <uint32_t kTokens>
+__device__ __forceinline__ void add_bias(SwappedAccumulators<kTokens>& sums, const MathThread& thread, const float* bias) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half)
+#pragma unroll
+        for (uint32_t h = 0; h < 2; ++h) {
+            const float added =
+                __ldg(bias + thread.warpgroup * 128 + half * 64 + thread.warp * 16 + h * 8 + thread.lane / 4);
+#pragma unroll
+            for (uint32_t i = 0; i < kTokens / 4; ++i) {
+                float& value = sums.values[half][4 * (i / 2) + 2 * h + i % 2];
+                value = __fadd_rn(value, added);
+            }
+        }
+}
+
 template <uint32_t kTokens>
 __device__ __forceinline__ void tap_swapped(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
                                             const Tile& tile, const SwappedAccumulators<kTokens>& sums) {
@@ -76,8 +93,12 @@ __device__ __forceinline__ void tap_swapped(const Cta& cta, const PoolPlan& plan
 
 template <uint32_t kTokens>
 __device__ __forceinline__ void swapped_gemm1_epilogue(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
-                                                       const Tile& tile, const SwappedAccumulators<kTokens>& sums,
+                                                       const Tile& tile, SwappedAccumulators<kTokens>& sums,
                                                        uint32_t staging, bool alive) {
+    if constexpr (cfg::kHasBias) {
+        constexpr uint32_t kColumns = 2 * cfg::kIntermediateSize;
+        add_bias(sums, thread, cta.own().w13_bias + tile.expert * kColumns + tile.n_tile * cfg::kBlockN);
+    }
     if constexpr (cfg::kTapGemm1) {
         if (alive) tap_swapped(cta, plan, thread, tile, sums);
     }
@@ -138,6 +159,9 @@ struct RowHomes {
     }
 };
 
+// Whether eight columns lie in a row: all or none do.
+__device__ __forceinline__ bool is_inside(uint32_t column) { return !cfg::kRaggedHidden || column < cfg::kHiddenSize; }
+
 // Eight neighbouring columns of a row, weighted, to its home.
 __device__ __forceinline__ void send_bf16(const float (&values)[8], uint8_t* home_row, uint32_t column) {
     *reinterpret_cast<uint4*>(home_row + 2 * column) =
@@ -160,14 +184,18 @@ __device__ __forceinline__ void send_fp8(const float (&values)[8], uint8_t* home
     const auto pair = [&](uint32_t i) {
         return ptx::pack_e4m3x2(__fmul_rn(values[2 * i], reciprocal), __fmul_rn(values[2 * i + 1], reciprocal));
     };
-    *reinterpret_cast<uint2*>(home_row + column) = make_uint2(pair(0) | pair(1) << 16, pair(2) | pair(3) << 16);
+    if (is_inside(column)) *reinterpret_cast<uint2*>(home_row + column) = make_uint2(pair(0) | pair(1) << 16, pair(2) | pair(3) << 16);
     if (reader == 0) *reinterpret_cast<uint32_t*>(home_row + cfg::kHiddenSize + column / kMxBlock) = scales;
 }
 
 template <uint32_t kTokens>
 __device__ __forceinline__ void swapped_gemm2_epilogue(const Cta& cta, const MathThread& thread, const Tile& tile,
-                                                       const SwappedAccumulators<kTokens>& sums,
+                                                       SwappedAccumulators<kTokens>& sums,
                                                        const RowHomes<kTokens>& homes, uint32_t staging, bool alive) {
+    if constexpr (cfg::kHasBias) {
+        constexpr uint32_t kColumns = cfg::kGemm2NTiles * cfg::kBlockN;
+        add_bias(sums, thread, cta.own().w2_bias + tile.expert * kColumns + tile.n_tile * cfg::kBlockN);
+    }
     const StagedRows<cfg::kBlockN> staged{staging};
     const auto write = [&](uint32_t staged_row, uint32_t j, uint32_t c) {
 #pragma unroll
@@ -188,14 +216,14 @@ __device__ __forceinline__ void swapped_gemm2_epilogue(const Cta& cta, const Mat
 #pragma unroll
         for (uint32_t part = 0; part < 2; ++part) {
             const uint32_t in_tile = 128 * part + 8 * reader, column = tile.n_tile * cfg::kBlockN + in_tile;
-            if (tile.n_tile * cfg::kBlockN + 128 * part >= cfg::kHiddenSize) break;  // H may be an odd multiple of 128
+            if (tile.n_tile * cfg::kBlockN + 128 * part >= cfg::kHiddenSize) break;  // H may be no multiple of 256
             float values[8];
             staged.load(staged_row, in_tile, values);
             staged.load(staged_row, in_tile + 4, values + 4);
 #pragma unroll
             for (uint32_t i = 0; i < 8; ++i) values[i] = __fmul_rn(values[i], meta.weight);
             if constexpr (cfg::kTransport == Transport::kBf16) {
-                if (home_row != nullptr) send_bf16(values, home_row, column);
+                if (home_row != nullptr && is_inside(column)) send_bf16(values, home_row, column);
             } else {
                 send_fp8(values, home_row, column, reader);
             }

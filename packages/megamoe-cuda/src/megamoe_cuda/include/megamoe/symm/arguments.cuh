@@ -27,8 +27,8 @@ struct RankArguments {
     uint32_t topk_ids_are_int64;
     const float* w13_bias;         // [E_local, 2I], interleaved as w13; only where cfg::kHasBias
     const float* w2_bias;          // [E_local, H rounded up to 256]; likewise
-    const uint8_t* w13_stages;     // [E_local, kGemm1NTiles, kGemm1KBlocks, kWeightStageBytes]; only in mode a8w4,
-    const uint8_t* w2_stages;      // [E_local, kGemm2NTiles, kGemm2KBlocks, kWeightStageBytes]; which has no w13 and w2 maps
+    const uint8_t* w13_stages;     // [E_local, kGemm1NTiles, kGemm1KBlocks, kPackedStageBytes]; only in mode a8w4,
+    const uint8_t* w2_stages;      // [E_local, kGemm2NTiles, kGemm2KBlocks, kPackedStageBytes]; which has no w13 and w2 maps
 };
 
 // What ended a call, for the host, in host-mapped memory.
