@@ -40,7 +40,7 @@ def convert(word: int, operands: list[int]) -> list[int]:
 
 
 def operands_of_row(stage: Tensor, row: int) -> Tensor:
-    """e4m3 operands `[128]` of one of a stage's 256 rows, as pipeline/main_loop_fp4.cuh addresses them."""
+    """e4m3 operands `[128]` of one of a stage's 256 rows, as roles/convert.cuh addresses them."""
     half, its_row, table = row // 128, row % 128, operand_table().tolist()
     found: list[int] = []
     for block in range(4):

@@ -11,7 +11,7 @@ from megamoe.errors import ConfigError
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.simulate import Tiled
 from megamoe_cuda.heuristics import LEAST_PULLED_ROWS, M256, TILES, config_names, session_config
-from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES, shared_memory
+from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES, PACKED_STAGE_BYTES, shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 SEED = MoEProblem(
@@ -51,6 +51,9 @@ def test_a_pinned_tile_is_used_for_every_call(name: str) -> None:
 
 
 MODES: tuple[dict[str, Any], ...] = ({"quant": "a8w8"}, {"quant": "bf16"}, {"quant": "a8w4", "act_format": "fp8_1x128"})
+
+
+A8W4 = replace(SEED, **MODES[2])
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["quant"])
@@ -102,17 +105,57 @@ def test_blocks_of_experts_that_overflow_the_cache_share_weights_in_groups(num_t
     assert {ring.group_blocks for ring in session_config(large, "m128").rings} == {1}
 
 
-@pytest.mark.parametrize("change", [*MODES[1:], {"expert_bias": True}], ids=str)
-def test_swapped_operands_are_not_offered_where_the_kernel_has_none(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", [{"quant": "bf16"}, {"expert_bias": True}], ids=str)
+def test_swapped_operands_are_offered_where_they_were_measured(change: dict[str, Any]) -> None:
     problem = replace(SEED, **change)
     assert not any(tile.swapped_rows for tile in session_config(problem, None).tiles)
     for name in ("n32", "m128n64"):
         assert name in config_names(SEED)
         with pytest.raises(ConfigError, match="no such configuration"):
             session_config(problem, name)
-        config = session_config(SEED, name)
-        with pytest.raises(ConfigError, match="operands are swapped in mode a8w8"):
-            config.kernel(problem, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
+
+
+def test_a_kernel_is_refused_a_tile_of_another_mode() -> None:
+    swapped = session_config(SEED, "n32")
+    for quant, message in (
+        ("bf16", "operands are swapped in modes a8w8 and a8w4"),
+        ("a8w4", "packed weights are converted"),
+    ):
+        problem = replace(SEED, quant=quant, act_format="fp8_1x128" if quant == "a8w4" else None)
+        with pytest.raises(ConfigError, match=message):
+            swapped.kernel(problem, swapped.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
+    converting = session_config(A8W4, "n32")
+    with pytest.raises(ConfigError, match="packed weights are converted in mode a8w4"):
+        converting.kernel(SEED, converting.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_have_warps_that_convert_them(bias: bool) -> None:
+    problem = replace(A8W4, expert_bias=bias)
+    config = session_config(problem, None)
+    assert [tile.name for tile in config.tiles] == ["n32", "m64", "m128n64"]
+    for tile in config.tiles:
+        assert tile.num_threads == 384 + 32 * tile.converter_warps > 384
+        assert tile.registers_at_entry * tile.num_threads <= 65536
+        assert tile.packed_stages % tile.converter_groups == 0
+
+
+@pytest.mark.parametrize(
+    "ep_size, num_local_experts, hidden_size, packed_stages_of_m128n64",
+    [(8, 32, 4096, 3), (1, 32, 8192, 3), (8, 32, 7168, 3), (32, 64, 8192, 3), (8, 384, 8192, 2)],
+)
+def test_room_for_rows_is_taken_from_packed_stages_first(
+    ep_size: int, num_local_experts: int, hidden_size: int, packed_stages_of_m128n64: int
+) -> None:
+    problem = replace(A8W4, ep_size=ep_size, num_experts=num_local_experts * ep_size, hidden_size=hidden_size)
+    config = session_config(problem, "m128n64")
+    (tile,) = config.tiles
+    assert (tile.num_stages, tile.packed_stages) == (4, packed_stages_of_m128n64)
+    memory = shared_memory(config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132))
+    assert memory.num_weight_buffers == tile.operand_buffers == 2
+    assert memory.packed == memory.weights + 2 * memory.weight_stage_bytes
+    assert memory.scales == memory.packed + tile.packed_stages * PACKED_STAGE_BYTES
+    assert memory.num_bytes <= MAX_DYNAMIC_BYTES
 
 
 def test_clusters_are_offered_where_their_ctas_share_out_all_columns() -> None:
@@ -156,6 +199,8 @@ def test_a_lag_is_whole_groups() -> None:
         {"box_rows": 48},
         {"box_rows": 4},
         {"math_registers": 232},
+        {"converter_warps": 4, "converter_registers": 56, "packed_stages": 2, "operand_buffers": 3},
+        {"converter_warps": 8, "converter_registers": 24, "packed_stages": 3, "operand_buffers": 2},
         {"block_m": 256},  # without a cluster
         {"cluster_size": 4, "block_m": 256},
     ],

@@ -5,7 +5,7 @@ base that of its 128 x 128 block (the largest of the block, less 6). That is exa
 the scales of a 128 x 128 block may differ by 2^14 (megamoe.formats.mxfp4_as_fp8 says why). Blocks of 32 zeros constrain
 nothing.
 
-A stage is what include/megamoe/pipeline/main_loop_fp4.cuh reads, 17408 bytes:
+A stage is what include/megamoe/roles/convert.cuh reads, 17408 bytes:
 
     codes     [2 halves][4 blocks of 32 along K][128 rows][16 bytes]
     entries   [2 halves][128 rows][4 blocks]: 8 * (own - base + 8), where a block's operands lie in the kernel's table,
@@ -26,7 +26,7 @@ from megamoe.formats.mxfp8 import MX_BLOCK
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N
 
 BLOCKS = BLOCK_K // MX_BLOCK  # MX blocks of a stage, along K
-HALF_ROWS = 128  # rows that one warpgroup converts
+HALF_ROWS = 128  # a converter thread has one row of each half
 CODE_BYTES = BLOCK_N * BLOCK_K // 2
 STAGE_BYTES = CODE_BYTES + BLOCK_N * BLOCKS
 HEADROOM = 6  # 6 * 2^6 = 384 <= 448, e4m3fn's largest

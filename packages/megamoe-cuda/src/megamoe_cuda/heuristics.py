@@ -52,7 +52,7 @@ CONVERTING_TILES = {
     name: replace(TILES[name], **changes)
     for name, changes in {
         N32.name: _converting(num_stages=6, operand_buffers=3, packed_stages=4, warps=8, registers=(56, 136, 64)),
-        M64.name: _converting(num_stages=4, operand_buffers=2, packed_stages=5, warps=4, registers=(56, 200, 56)),
+        M64.name: _converting(num_stages=4, operand_buffers=2, packed_stages=4, warps=8, registers=(48, 168, 48)),
         M128N64.name: _converting(num_stages=4, operand_buffers=2, packed_stages=3, warps=4, registers=(40, 216, 40)),
     }.items()
 }
@@ -188,8 +188,8 @@ class SessionConfig(backend.KernelConfig):
 def tiles_of(problem: MoEProblem) -> dict[str, TileConfig]:
     """The tiles that kernels of `problem` can have, by name, for few rows first.
 
-    Operands are swapped in a8w4, and in a8w8 without biases; clusters multiply in mode bf16 only. Where they are not swapped,
-    whole tiles of activations are loaded: no others were measured.
+    Operands are swapped in a8w4, and in a8w8 without biases; clusters multiply in mode bf16 only. Else whole tiles of
+    activations are loaded: no others were measured.
     """
     quant = QuantMode(problem.quant)
     if quant is QuantMode.A8W4:

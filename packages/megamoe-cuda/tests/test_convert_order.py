@@ -1,0 +1,140 @@
+"""Mode a8w4: loaders, converter warps and math warps in any order of events: no wait passes early, none is for ever.
+
+A model of pipeline/ring.cuh and roles/convert.cuh: mbarriers that know a phase by its parity, and copies that land late
+and out of order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from megamoe.errors import ConfigError
+from megamoe_cuda.heuristics import CONVERTING_TILES
+from megamoe_cuda.kernel_config import TileConfig
+
+K_BLOCKS = 60
+MATH_WARPGROUPS = 2
+Wait = Callable[[], bool]
+
+
+@dataclass(kw_only=True)
+class Barrier:
+    arrivals: int  # of a phase
+    pending: int = 0
+    phase: int = 0
+
+    def arrive(self) -> None:
+        self.pending += 1
+        if self.pending == self.arrivals:
+            self.pending, self.phase = 0, self.phase + 1
+
+    def completed(self, parity: int) -> Wait:
+        return lambda: self.phase % 2 != parity
+
+
+@dataclass(kw_only=True)
+class Stages:
+    num_stages: int
+    num_buffers: int
+    num_packed: int
+    num_groups: int
+    contents: dict[tuple[str, int], int] = field(default_factory=dict)
+    landing: list[tuple[tuple[str, int], int, Barrier]] = field(default_factory=list)
+    read: list[int] = field(default_factory=lambda: [0] * MATH_WARPGROUPS)  # K blocks that each warpgroup is done with
+
+    def __post_init__(self) -> None:
+        self.full = [Barrier(arrivals=2) for _ in range(self.num_stages)]
+        self.empty = [Barrier(arrivals=MATH_WARPGROUPS) for _ in range(self.num_stages)]
+        self.packed_full = [Barrier(arrivals=1) for _ in range(self.num_packed)]
+        self.packed_empty = [Barrier(arrivals=1) for _ in range(self.num_packed)]
+
+    def load(self, what: str, full: list[Barrier], empty: list[Barrier]) -> Iterator[Wait]:
+        for k in range(K_BLOCKS):
+            trip, stage = divmod(k, len(full))
+            yield empty[stage].completed(trip % 2 ^ 1)
+            self.contents.pop((what, stage), None)
+            self.landing.append(((what, stage), k, full[stage]))
+
+    def convert(self, group: int) -> Iterator[Wait]:
+        for k in range(group, K_BLOCKS, self.num_groups):
+            trip, packed = divmod(k, self.num_packed)
+            yield self.packed_full[packed].completed(trip % 2)
+            block = k + 2 * self.num_stages - self.num_buffers
+            yield self.empty[block % self.num_stages].completed(block // self.num_stages % 2)
+            assert self.contents.get(("packed", packed)) == k, "converted what had not landed"
+            assert min(self.read) >= k - self.num_buffers + 1, "overwrote operands that are read"
+            self.contents["operands", k % self.num_buffers] = k
+            self.packed_empty[packed].arrive()
+            self.full[k % self.num_stages].arrive()
+
+    def multiply(self, warpgroup: int) -> Iterator[Wait]:
+        for k in range(K_BLOCKS):
+            trip, stage = divmod(k, self.num_stages)
+            yield self.full[stage].completed(trip % 2)
+            for _ in range(2):  # the operands stay while they are read
+                assert self.contents.get(("activations", stage)) == k
+                assert self.contents.get(("operands", k % self.num_buffers)) == k
+                yield lambda: True
+            self.read[warpgroup] = k + 1
+            self.empty[stage].arrive()
+
+
+def run(stages: Stages, seed: int) -> None:
+    rng = random.Random(seed)
+    waiting: list[tuple[Iterator[Wait], Wait]] = [
+        (role, lambda: True)
+        for role in (
+            stages.load("packed", stages.packed_full, stages.packed_empty),
+            stages.load("activations", stages.full, stages.empty),
+            *map(stages.convert, range(stages.num_groups)),
+            *map(stages.multiply, range(MATH_WARPGROUPS)),
+        )
+    ]
+    pace = [rng.random() for _ in waiting]  # some roles are slow
+    while waiting:
+        ready = [i for i, (_, wait) in enumerate(waiting) if wait()]
+        assert ready or stages.landing, "all wait for each other"
+        if stages.landing and (not ready or rng.random() < 0.3):
+            place, k, barrier = stages.landing.pop(rng.randrange(len(stages.landing)))
+            stages.contents[place] = k
+            barrier.arrive()
+            continue
+        i = rng.choices(ready, [pace[i] + 0.01 for i in ready])[0]
+        try:
+            waiting[i] = (waiting[i][0], next(waiting[i][0]))
+        except StopIteration:
+            del waiting[i], pace[i]
+
+
+def stages_of(tile: TileConfig) -> Stages:
+    return Stages(
+        num_stages=tile.num_stages,
+        num_buffers=tile.operand_buffers,
+        num_packed=tile.packed_stages,
+        num_groups=tile.converter_groups,
+    )
+
+
+@pytest.mark.parametrize("tile", CONVERTING_TILES.values(), ids=lambda tile: tile.name)
+def test_every_order_of_events_multiplies_what_was_loaded(tile: TileConfig) -> None:
+    fewest = replace(tile, num_stages=tile.operand_buffers, packed_stages=2)
+    for stages in (tile, fewest):
+        for seed in range(60):
+            run(stages_of(stages), seed)
+
+
+def test_groups_that_do_not_share_out_packed_stages_go_wrong() -> None:
+    """And such a tile is refused."""
+
+    def run_many() -> None:
+        for seed in range(500):
+            run(Stages(num_stages=6, num_buffers=6, num_packed=3, num_groups=2), seed)
+
+    with pytest.raises(AssertionError, match="had not landed"):
+        run_many()
+    with pytest.raises(ConfigError, match="share out"):
+        replace(CONVERTING_TILES["n32"], packed_stages=5)
