@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megamoe.bench.results import BenchRow
+from megamoe.errors import BackendUnavailableError
+from megamoe_rocm import bench, gates
 from megamoe_rocm import validate as module
+from megamoe_rocm.serving import Client, ServingError, ServingPlan, ServingRow
 from megamoe_rocm.validate import Step, StepFailedError, Validation, report, validate
 
 ROW = {
@@ -22,6 +28,17 @@ ROW = {
     "num_tokens": 512,
     "us_median": 123.4,
     "tflops": 567.8,
+    "peers": {"unfused_mori": 456.7},
+}
+GATE = {**ROW, "rel_l2": 0.2219, "limit": 0.25, "calc_diff": 0.0248}
+SERVED = {
+    "server": "fused",
+    "balancing": "r64",
+    "workload": "c512",
+    "total_throughput": 45583.18,
+    "output_throughput": 5064.8,
+    "request_throughput": 4.946,
+    **{name: {"mean": 2.0, "median": 1.5, "p99": 3.0} for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")},
 }
 
 
@@ -42,7 +59,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, **results: Any) -> None:
 
         return act
 
-    for name in ("machine", "code_objects", "matrix", "bench"):
+    for name in ("machine", "code_objects", "gates", "matrix", "bench", "serve"):
         monkeypatch.setattr(module, name, step(name))
 
 
@@ -51,16 +68,60 @@ def outcomes(result: Validation) -> list[str]:
 
 
 def test_a_run_in_which_everything_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps(monkeypatch, matrix={"passed": 7}, bench={"rows": [ROW]})
+    steps(monkeypatch, gates={"gates": [GATE]}, matrix={"passed": 7}, bench={"rows": [ROW]})
     told: list[Step] = []
     result = validate(tmp_path, on_step=told.append)
     assert result.passed
-    assert told == result.steps
+    assert told == result.steps[:-1]
+    assert (result.steps[-1].name, result.steps[-1].outcome) == ("serving", "not asked for")
     assert json.loads((tmp_path / "validation.json").read_text())["passed"] is True
     text = (tmp_path / "validation.md").read_text()
     assert "Everything passed" in text
     assert "A rehearsal on Triton's interpreter on the CPU: no gfx950 ran." in text
-    assert "| a4w4 | bf16 | 7168 | 3072 | 8 | 512 | 123 | 567.8 |" in text
+    assert "| a4w4 | bf16 | 7168 | 3072 | 8 | 512 | 123 | 567.8 | 457 | unfused_mori |" in text
+    assert "| a4w4 | bf16 | 7168 | 3072 | 8 | 512 | 0.2219 | 0.25 | 0.02480 |" in text
+
+
+def test_a_serving_run_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ServingPlan(model="m", client=Client.SGLANG, servers={"fused": "serve"}, balancing={}, workloads=())
+    steps(monkeypatch, serve={"serving": [SERVED], "accuracy": []})
+    result = validate(tmp_path, serving=plan, on_step=lambda step: None)
+    assert outcomes(result)[-1] == "passed"
+    assert (
+        "| fused | r64 | c512 | 45,583 | 5,065 | 4.946 | 2.0 / 1.5 / 3.0 |" in (tmp_path / "validation.md").read_text()
+    )
+
+
+def test_what_a_serving_run_measured_before_it_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(plan: ServingPlan, folder: Path, *, on_row: Any) -> None:
+        on_row(ServingRow(command="", completed=1, **SERVED))
+        raise ServingError("the server has ended by itself")
+
+    monkeypatch.setattr(module, "run_serving", fail)
+    with pytest.raises(StepFailedError, match="ended by itself") as raised:
+        module.serve(None, tmp_path)  # type: ignore[arg-type]
+    assert raised.value.details["serving"][0]["workload"] == "c512"
+
+
+def test_layers_beyond_their_gate_fail_and_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {name: GATE[name] for name in GATE if name not in ("us_median", "tflops", "peers")}
+    right = gates.GateRow(**names, num_experts=8, top_k=2)
+    monkeypatch.setattr(gates, "measure", lambda: iter([right, replace(right, rel_l2=float("nan"))]))
+    with pytest.raises(StepFailedError, match="1 of 2 layers") as raised:
+        module.gates()
+    assert len(raised.value.details["gates"]) == 2
+
+
+def test_rows_without_a_peer_are_kept_and_fail_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(options: object) -> Iterator[BenchRow]:
+        yield measured
+        raise BackendUnavailableError("nothing to compare with: Mori's operators can't be loaded")
+
+    measured = BenchRow(**{each.name: ROW.get(each.name, 0) for each in fields(BenchRow)})
+    monkeypatch.setattr(bench, "run", rows)
+    with pytest.raises(StepFailedError, match="Mori's operators") as raised:
+        module.bench()
+    assert raised.value.details["rows"][0]["us_median"] == 123.4
 
 
 def test_a_machine_that_lacks_something_is_not_asked_to_run_kernels(
@@ -68,7 +129,7 @@ def test_a_machine_that_lacks_something_is_not_asked_to_run_kernels(
 ) -> None:
     steps(monkeypatch, machine=StepFailedError("no_device: no AMD GPU", {"gpus": []}))
     result = validate(tmp_path, on_step=lambda step: None)
-    assert outcomes(result) == ["failed", "passed", "not run", "not run", "not run"]
+    assert outcomes(result) == ["failed", "passed", "not run", "not run", "not run", "not run", "not asked for"]
     assert not result.passed
 
 
@@ -77,14 +138,14 @@ def test_a_failed_matrix_leaves_its_output_and_the_benchmark_runs(
 ) -> None:
     steps(monkeypatch, matrix=StepFailedError("pytest ended with status 1", {"failed": 1, "output": "rank 1 differs"}))
     result = validate(tmp_path, on_step=lambda step: None)
-    assert outcomes(result) == ["passed", "passed", "failed", "failed", "passed"]
+    assert outcomes(result)[:-1] == ["passed", "passed", "passed", "failed", "failed", "passed"]
     assert "rank 1 differs" in (tmp_path / "validation.md").read_text()
 
 
 def test_an_error_of_a_step_ends_that_step_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(monkeypatch, bench=ValueError("boom"))
     result = validate(tmp_path, on_step=lambda step: None)
-    assert (result.steps[-1].outcome, result.steps[-1].why) == ("failed", "ValueError: boom")
+    assert (result.steps[-2].outcome, result.steps[-2].why) == ("failed", "ValueError: boom")
 
 
 def test_ranks_as_processes_are_left_out_where_there_can_be_none(
@@ -93,7 +154,7 @@ def test_ranks_as_processes_are_left_out_where_there_can_be_none(
     monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "isa")
     steps(monkeypatch)
     result = validate(tmp_path, on_step=lambda step: None)
-    assert outcomes(result)[3] == "not run"
+    assert outcomes(result)[4] == "not run"
     assert "instruction interpreter" in report(result)
 
 

@@ -8,6 +8,7 @@ On a stand-in (MEGAMOE_ROCM_DEVICE) the layer is small and its times mean nothin
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ SESSION_TIMEOUT_S = 60.0  # for ranks to agree on what they make
 WARM_CALLS = 3
 # The two differ by roundings: rows and their sums to BF16, and over FP8 by scales of another granularity, 0.026 each.
 SAME_OUTPUT_REL_L2 = 0.08
-SCALE_BYTE = 121  # 2^-6: activations of order 1 stay of order 1
+CODE_RMS = 2.93  # of e2m1 codes that are all equally likely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ def measure_rank(context: RankContext, measurements: list[Measurement]) -> list[
     if rungs.current() is Rung.GFX950 and context.world_size > 1:
         _make_room(measurements)
     try:
-        experts = random_experts(measurements[0].problem, device)
+        experts = random_experts(measurements[0].problem, device, seed=context.rank)
         return [_measure(each, context.rank, experts, device) for each in measurements]
     finally:
         if dist.is_initialized():
@@ -180,7 +181,7 @@ def _make_room(measurements: Sequence[Measurement]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CallArguments:
-    """One rank's tokens of a measurement."""
+    """One rank's tokens of a call, with their picks."""
 
     hidden_states: Tensor
     topk_ids: Tensor
@@ -190,7 +191,7 @@ class CallArguments:
 def _measure(measurement: Measurement, rank: int, experts: ExpertWeights, device: torch.device) -> RankResult:
     backend, problem = RocmBackend(), measurement.problem
     group = dist.group.WORLD if problem.ep_size > 1 else None
-    call = _call_arguments(measurement, rank, device)
+    call = call_arguments(problem, measurement.num_tokens, device, seed=rank)
     arguments = (call.hidden_states, call.topk_ids, call.topk_weights)
     plan = make_plan(problem, rungs.PLANNED_FOR[rungs.current()], config=measurement.config)
     with backend.open(plan, group) as session:
@@ -223,10 +224,9 @@ def _measure(measurement: Measurement, rank: int, experts: ExpertWeights, device
     )
 
 
-def _call_arguments(measurement: Measurement, rank: int, device: torch.device) -> CallArguments:
-    """Gaussian tokens, picked uniformly without repetition."""
-    problem, num_tokens = measurement.problem, measurement.num_tokens
-    generator = torch.Generator(device).manual_seed(rank)
+def call_arguments(problem: MoEProblem, num_tokens: int, device: torch.device, *, seed: int) -> CallArguments:
+    """Gaussian tokens of a rank, picked uniformly without repetition."""
+    generator = torch.Generator(device).manual_seed(seed)
     hidden_states = torch.randn(num_tokens, problem.hidden_size, device=device, generator=generator).bfloat16()
     scores = torch.rand(num_tokens, problem.num_experts, device=device, generator=generator)
     weights = torch.rand(num_tokens, problem.top_k, device=device, generator=generator)
@@ -308,13 +308,16 @@ def _elapsed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def random_experts(problem: MoEProblem, device: torch.device) -> ExpertWeights:
-    """A rank's MXFP4 experts of random codes."""
+def random_experts(problem: MoEProblem, device: torch.device, *, seed: int = 0) -> ExpertWeights:
+    """A rank's MXFP4 experts of random codes; their scale keeps activations of order 1 so."""
     experts, hidden, inter = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
+    generator = torch.Generator(device).manual_seed(seed)
 
-    def matrix(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        payload = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
-        return payload, torch.full((experts, rows, columns // 32), SCALE_BYTE, dtype=torch.uint8, device=device)
+    def matrix(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        shape = (experts, rows, columns // 2)
+        payload = torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
+        scale = 127 - round(math.log2(CODE_RMS * math.sqrt(columns)))
+        return payload, torch.full((experts, rows, columns // 32), scale, dtype=torch.uint8, device=device)
 
     return make_weights(problem, matrix(2 * inter, hidden), matrix(hidden, inter), layout="packed")
 

@@ -27,16 +27,22 @@ def callback() -> None:
 def validate_command(
     output: Annotated[Path, typer.Option(help="folder for validation.json and validation.md")] = Path("validation"),
     device: Annotated[str, typer.Option(help="gfx950, or to rehearse: nvidia, interpreter, isa")] = Rung.GFX950.value,
+    serving: Annotated[
+        Path | None, typer.Option(help="JSON file: servers to measure besides (docs/gfx950.md); left out without it")
+    ] = None,
 ) -> None:
-    """Look at the machine, check code objects, run the conformance matrix and the benchmark; exit 1 if any fails."""
+    """Machine, code objects, accuracy gates, conformance matrix, benchmark, serving on request; exit 1 if any fails."""
     env.set_rocm_device(device)  # before anything of Triton is imported; the processes of a step are to see it too
     make_folder(output)
+    from megamoe_rocm.serving import ServingPlan
     from megamoe_rocm.validate import Step, validate
+
+    plan = None if serving is None else ServingPlan.read(serving)
 
     def tell(step: Step) -> None:
         typer.echo(f"{step.outcome:8} {step.name} ({step.seconds} s) {step.why}")
 
-    result = validate(output, on_step=tell)
+    result = validate(output, serving=plan, on_step=tell)
     typer.echo(f"{'passed' if result.passed else 'failed'}: see {output / 'validation.md'}")
     if not result.passed:
         raise typer.Exit(1)

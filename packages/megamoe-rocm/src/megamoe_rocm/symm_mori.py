@@ -33,6 +33,7 @@ from megamoe.symm.agreement import Ranks, agree
 HEAP_SIZE = "MORI_SHMEM_HEAP_SIZE"
 HEAP_CHUNK = 64 << 20  # bytes; the granularity of Mori's heap, by default
 SESSIONS = 2  # sessions of the first one's size that the heap is made for: reset, taps and a second one need room
+HEAP_OF_MANY_SESSIONS = "32G"  # for a process that opens sessions of all sizes, as a run of the conformance matrix
 ALIGNMENT = 256  # bytes; what Mori aligns to
 
 

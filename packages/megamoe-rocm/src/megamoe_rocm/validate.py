@@ -3,8 +3,10 @@
     machine       the GPU, its runtime and libraries
     code objects  every kernel of every configuration: compiled, compared with the packaged one where there is one, and
                   its registers, spills, scratch and LDS
+    gates         the seed's operator gates, on the layers that it names
     matrix        the conformance matrix of a4w4 and a8w4 with virtual ranks, and over processes where there are GPUs
-    bench         suite `seed-gfx950`
+    bench         suite `seed-gfx950`: times, beside those of the same layer unfused over Mori
+    serving       where a plan of it is given: throughput, latencies and GSM8K of served models (`megamoe_rocm.serving`)
 
 One JSON file holds all results, one Markdown file says the same for people; both are written after each step. On a
 stand-in (`--device`) the same steps run smaller: a rehearsal, which the report says.
@@ -29,9 +31,13 @@ from typing import Any
 
 from megamoe.bench.results import current_commit
 from megamoe.bench.suites import SuiteOptions
-from megamoe.errors import MegaMoEError
+from megamoe.errors import BackendUnavailableError, MegaMoEError
 from megamoe_rocm import __version__, rungs
 from megamoe_rocm.rungs import Rung
+from megamoe_rocm.serving import AccuracyRow, ServingPlan, ServingRow
+from megamoe_rocm.serving import report as serving_report
+from megamoe_rocm.serving import run as run_serving
+from megamoe_rocm.symm_mori import HEAP_OF_MANY_SESSIONS, HEAP_SIZE
 
 PACKAGES = ("torch", "triton", "hip-python", "amd-mori", "megamoe-core", "megamoe-rocm")
 LAYERS = {Rung.GFX950: "smoke or shapes or edge or stress", Rung.NVIDIA: "smoke or shapes or edge or stress"}
@@ -41,6 +47,7 @@ MATRIX_TIMEOUT_S = 7200.0
 LDS_BYTES = 160 * 1024  # of a compute unit
 COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 TAIL = 4000  # characters of a failed run's output
+NOT_ASKED_FOR = "not asked for"
 
 
 class StepFailedError(MegaMoEError):
@@ -53,7 +60,7 @@ class StepFailedError(MegaMoEError):
 
 @dataclass(kw_only=True)
 class Step:
-    """What came of one step: "passed", "failed" or "not run", and why."""
+    """What came of one step, and why: "passed", "failed", "not run", or "not asked for"."""
 
     name: str
     outcome: str
@@ -75,8 +82,8 @@ class Validation:
 
     @property
     def passed(self) -> bool:
-        """Whether every step ran and passed."""
-        return all(step.outcome == "passed" for step in self.steps)
+        """Whether every step that was asked for ran and passed."""
+        return all(step.outcome in ("passed", NOT_ASKED_FOR) for step in self.steps)
 
     def write(self, folder: Path) -> None:
         """Write validation.json and validation.md."""
@@ -85,11 +92,12 @@ class Validation:
         (folder / "validation.md").write_text(report(self))
 
 
-def validate(folder: Path, *, on_step: Callable[[Step], None]) -> Validation:
+def validate(folder: Path, *, serving: ServingPlan | None = None, on_step: Callable[[Step], None]) -> Validation:
     """Run every step on the rung that is set, whatever became of the earlier ones.
 
     Args:
         folder: where the results go.
+        serving: what to serve in the last step; None leaves it out.
         on_step: told of each step when it has ended.
     """
     result = Validation(
@@ -102,15 +110,21 @@ def validate(folder: Path, *, on_step: Callable[[Step], None]) -> Validation:
     steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("machine", machine),
         ("code objects", code_objects),
+        ("gates", gates),
         ("matrix, virtual ranks", lambda: matrix("--ranks=virtual")),
         ("matrix, processes", lambda: matrix("--ranks=processes")),
         ("bench", bench),
     ]
+    if serving is not None:
+        steps.append(("serving", lambda: serve(serving, folder / "serving")))
     for name, act in steps:
         step = _reason_not_to_run(name, result) or _run(name, act)
         result.steps.append(step)
         result.write(folder)
         on_step(step)
+    if serving is None:
+        result.steps.append(Step(name="serving", outcome=NOT_ASKED_FOR, why="--serving PLAN.json asks for it"))
+        result.write(folder)
     return result
 
 
@@ -209,6 +223,23 @@ def list_code_objects() -> list[dict[str, Any]]:
     return found
 
 
+def gates() -> dict[str, Any]:
+    """The seed's operator gates."""
+    from megamoe_rocm.gates import measure
+
+    rows = list(measure())
+    found = {"gates": [asdict(row) for row in rows]}
+    failed = [row for row in rows if not row.passed]
+    if failed:
+        worst = max(failed, key=lambda row: row.rel_l2)
+        raise StepFailedError(
+            f"{len(failed)} of {len(rows)} layers are too far from the oracle: "
+            f"{worst.mode} over {worst.transport} {worst.rel_l2:.4f}, gate {worst.limit}",
+            found,
+        )
+    return found
+
+
 def matrix(ranks: str) -> dict[str, Any]:
     """The conformance matrix, in a process of its own, with the layers that this rung has time for."""
     if importlib.util.find_spec("pytest") is None:
@@ -222,6 +253,7 @@ def matrix(ranks: str) -> dict[str, Any]:
     command += ["--backend=rocm", f"--device={device}", ranks, *selection]
     command += ["--tb=short", "-W", "ignore", "-p", "no:cacheprovider", "--pyargs", "megamoe.testing.conformance"]
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if rung is Rung.INTERPRETER else {})
+    environment.setdefault(HEAP_SIZE, HEAP_OF_MANY_SESSIONS)  # a process opens sessions of all sizes
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=MATRIX_TIMEOUT_S, check=False
     )
@@ -238,7 +270,25 @@ def bench() -> dict[str, Any]:
     from megamoe_rocm.bench import run
 
     repeats = 1 if rungs.is_cpu(rungs.current()) else SuiteOptions().repeats
-    return {"rows": [asdict(row) for row in run(SuiteOptions(repeats=repeats))]}
+    rows: list[dict[str, Any]] = []
+    try:
+        rows.extend(asdict(row) for row in run(SuiteOptions(repeats=repeats)))
+    except BackendUnavailableError as error:  # of the pipeline beside the kernels; rows are there
+        raise StepFailedError(str(error), {"rows": rows}) from error
+    return {"rows": rows}
+
+
+def serve(plan: ServingPlan, folder: Path) -> dict[str, Any]:
+    """A serving run."""
+    rows: dict[str, list[dict[str, Any]]] = {"serving": [], "accuracy": []}
+
+    def keep(row: ServingRow | AccuracyRow) -> None:
+        rows["serving" if isinstance(row, ServingRow) else "accuracy"].append(asdict(row))
+
+    try:
+        return run_serving(plan, folder, on_row=keep)
+    except MegaMoEError as error:
+        raise StepFailedError(str(error), dict(rows)) from error
 
 
 def report(result: Validation) -> str:
@@ -254,17 +304,35 @@ def report(result: Validation) -> str:
         "|---|---|---|---|",
     ]
     lines += [f"| {step.name} | {step.outcome} | {step.seconds} | {_summary(step)} |" for step in result.steps]
-    rows = [row for step in result.steps for row in step.details.get("rows", ())]
-    if rows:
-        lines += ["", "| mode | transport | H | I | ranks | tokens a rank | median us | TFLOP/s |", "|---" * 8 + "|"]
-        names = ("mode", "transport", "hidden_size", "intermediate_size", "ep_size", "num_tokens")
-        for row in rows:
-            cells = [str(row[name]) for name in names]
-            lines.append(f"| {' | '.join(cells)} | {row['us_median']:.0f} | {row['tflops']:.1f} |")
+    for step in result.steps:
+        lines += _tables(step)
     for step in result.steps:
         if "output" in step.details:
             lines += ["", f"## {step.name}", "", "```", step.details["output"], "```"]
     return "\n".join(lines) + "\n"
+
+
+def _tables(step: Step) -> list[str]:
+    """A step's results."""
+    lines: list[str] = []
+    shape = ("mode", "transport", "hidden_size", "intermediate_size", "ep_size", "num_tokens")
+    header = "mode | transport | H | I | ranks | tokens a rank"
+    if "gates" in step.details:
+        lines += ["", f"| {header} | relL2 | gate | calc_diff |", "|---" * 9 + "|"]
+        for row in step.details["gates"]:
+            cells = [str(row[name]) for name in shape]
+            cells += [f"{row['rel_l2']:.4f}", f"{row['limit']}", f"{row['calc_diff']:.5f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    if step.details.get("rows"):
+        lines += ["", f"| {header} | median us | TFLOP/s | unfused us | |", "|---" * 10 + "|"]
+        for row in step.details["rows"]:
+            cells = [str(row[name]) for name in shape] + [f"{row['us_median']:.0f}", f"{row['tflops']:.1f}"]
+            peers = row["peers"]
+            cells += [", ".join(f"{microseconds:.0f}" for microseconds in peers.values()), ", ".join(peers)]
+            lines.append(f"| {' | '.join(cells)} |")
+    if step.details.get("serving"):
+        lines += ["", *serving_report(step.details)]
+    return lines
 
 
 def _summary(step: Step) -> str:
@@ -274,6 +342,8 @@ def _summary(step: Step) -> str:
         return f"{len(step.details['kernels'])} code objects"
     if "passed" in step.details:
         return f"{step.details['passed']} tests"
+    if "gates" in step.details:
+        return f"{len(step.details['gates'])} layers"
     return str(step.details.get("verdict", ""))
 
 

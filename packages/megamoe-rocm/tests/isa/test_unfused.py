@@ -41,7 +41,8 @@ def test_its_kernels_fit_as_the_fused_ones_do(layers: ModuleType, quant: str) ->
     from megamoe_rocm.code_store import compile_launch
     from megamoe_rocm.heuristics import tile_for
     from megamoe_rocm.kernels.launch import GFX950
-    from megamoe_rocm.unfused.experts import Experts, Received
+    from megamoe_rocm.unfused.exchange import Received
+    from megamoe_rocm.unfused.experts import Experts
 
     problem, tile = layers.problem(ep_size=1, quant=quant), tile_for(num_max_tokens_per_rank=2048, num_tokens=2048)
     meta = torch.device("meta")

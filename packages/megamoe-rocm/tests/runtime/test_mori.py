@@ -11,6 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +21,12 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
+from megamoe.problem import MoEProblem
 from megamoe.symm import InprocGroup
 from megamoe.testing.threads import on_ranks
 from megamoe_rocm import symm_mori
 from megamoe_rocm.symm_mori import HEAP_CHUNK, HEAP_SIZE, MoriGroup, heap_size
+from megamoe_rocm.unfused.mori_exchange import SMALL_BUFFERS, MoriExchange, heap_bytes
 
 STAND_IN = Path(__file__).with_name("stand_in")
 TIMEOUT_S = 20.0
@@ -38,6 +41,39 @@ PUBLISHED = {
     "shmem_ptr_p2p": ["dest_ptr", "my_pe", "dest_pe"],
 }
 """Parameters by function: mori/shmem/api.py of the wheel amd_mori-1.2.4-cp312-cp312-manylinux_2_39_x86_64."""
+
+PUBLISHED_OPS = {
+    "EpDispatchCombineConfig": [
+        "data_type",
+        "rank",
+        "world_size",
+        "hidden_dim",
+        "scale_dim",
+        "scale_type_size",
+        "max_token_type_size",
+        "max_num_inp_token_per_rank",
+        "num_experts_per_rank",
+        "num_experts_per_token",
+        "warp_num_per_block",
+        "block_num",
+        "max_total_recv_tokens",
+        "use_external_inp_buf",
+        "kernel_type",
+        "gpu_per_node",
+        "rdma_block_num",
+        "num_qp_per_pe",
+        "quant_type",
+    ],
+    "dispatch": [
+        *("input", "weights", "scales", "indices", "block_num", "rdma_block_num", "warp_per_block"),
+        *("call_local_expert_count", "routing", "return_routing"),
+    ],
+    "combine": [
+        *("input", "weights", "indices", "block_num", "rdma_block_num", "warp_per_block"),
+        *("use_external_inp_buf", "call_reset", "routing"),
+    ],
+}
+"""Fields and parameters: mori/ops/dispatch_combine.py of the same wheel."""
 
 
 def plain_bytes(address: int, num_bytes: int, device: torch.device) -> Tensor:
@@ -86,6 +122,65 @@ def test_where_mori_is_installed_its_signatures_are_the_published_ones() -> None
     assert "_shmem_module_loaded_gpus" in {
         node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
+
+
+def test_the_stand_in_for_its_operators_has_the_published_signatures(shmem: ModuleType) -> None:
+    ops = importlib.import_module("mori.ops")
+    found = {"EpDispatchCombineConfig": [each.name for each in fields(ops.EpDispatchCombineConfig)]}
+    for name in ("dispatch", "combine"):
+        found[name] = [*inspect.signature(getattr(ops.EpDispatchCombineOp, name)).parameters][1:]
+    assert found == PUBLISHED_OPS
+
+
+def test_where_mori_is_installed_its_operators_have_them() -> None:
+    try:
+        installed = metadata.distribution("amd-mori")
+    except metadata.PackageNotFoundError:
+        pytest.skip("amd-mori is not installed")
+    tree = ast.parse(Path(str(installed.locate_file("mori/ops/dispatch_combine.py"))).read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    config = classes["EpDispatchCombineConfig"].body
+    found = {
+        "EpDispatchCombineConfig": [ast.unparse(node.target) for node in config if isinstance(node, ast.AnnAssign)]
+    }
+    for node in classes["EpDispatchCombineOp"].body:
+        if isinstance(node, ast.FunctionDef) and node.name in PUBLISHED_OPS:
+            found[node.name] = [item.arg for item in (*node.args.args, *node.args.kwonlyargs)][1:]
+    assert found == PUBLISHED_OPS
+
+
+def of_ranks(ep_size: int) -> MoEProblem:
+    return MoEProblem(
+        hidden_size=512,
+        intermediate_size=256,
+        num_experts=2 * ep_size,
+        top_k=2,
+        num_max_tokens_per_rank=8,
+        ep_size=ep_size,
+        quant="a4w4",
+    )
+
+
+def test_operators_take_a_power_of_two_of_ranks(shmem: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="power of two"):
+        MoriExchange(of_ranks(3), 0)
+
+
+def test_operators_that_can_not_be_loaded_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mori.ops", None)
+    with pytest.raises(BackendUnavailableError, match=r"megamoe-rocm\[mori\]"):
+        MoriExchange(of_ranks(2), 0)
+
+
+def test_room_is_made_for_every_buffer_of_an_operator() -> None:
+    """By the sizes in src/ops/dispatch_combine/dispatch_combine.cpp of the wheel."""
+    problem = of_ranks(8)
+    rows, row = 64, 512 * 2
+    picks, scales = 2 * 4, 512 // 32
+    combine_in = rows * (row + 2 * picks + scales + 4)
+    dispatch_out, combine_out = rows * row, 8 * row
+    small = rows * (3 * picks + 2 * picks + 2 * scales) + 4 * rows * 2
+    assert heap_bytes(problem) - SMALL_BUFFERS >= combine_in + dispatch_out + combine_out + small
 
 
 def test_ranks_store_into_each_others_memory_and_give_it_back(shmem: ModuleType) -> None:

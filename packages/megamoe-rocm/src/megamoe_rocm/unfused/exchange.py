@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,7 +11,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.problem import MoEProblem
-from megamoe_rocm.unfused.experts import Received
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """What an exchange has brought to a rank; rows from `num_rows` on hold anything.
+
+    Args:
+        payload: `[max_rows, H / 2]` or `[max_rows, H]` bytes of rows in the mode's format, contiguous.
+        scales: `[max_rows, H / 32]` bytes.
+        ids: `[max_rows, top_k]` int32, global ids: those of other ranks' experts, too.
+        weights: `[max_rows, top_k]` FP32.
+        num_rows: int32, how many there are.
+    """
+
+    payload: Tensor
+    scales: Tensor
+    ids: Tensor
+    weights: Tensor
+    num_rows: Tensor
 
 
 class Exchange(ABC):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,28 +22,10 @@ from megamoe_rocm.kernels.unfused import (
     plan_experts,
     sum_picks,
 )
+from megamoe_rocm.unfused.exchange import Received
 
 BLOCKS = 64  # blocks that planning handles at a time
 SCALES = 256  # bytes of scales of a row that a program of the gather moves, with the payload of as many blocks of 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Received:
-    """What an exchange has brought to a rank; rows from `num_rows` on hold anything.
-
-    Args:
-        payload: `[max_rows, H / 2]` or `[max_rows, H]` bytes of rows in the mode's format, contiguous.
-        scales: `[max_rows, H / 32]` bytes.
-        ids: `[max_rows, top_k]` int32, global ids: those of other ranks' experts, too.
-        weights: `[max_rows, top_k]` FP32.
-        num_rows: int32, how many there are.
-    """
-
-    payload: Tensor
-    scales: Tensor
-    ids: Tensor
-    weights: Tensor
-    num_rows: Tensor
 
 
 class Experts:

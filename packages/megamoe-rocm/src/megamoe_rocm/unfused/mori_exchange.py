@@ -26,8 +26,7 @@ from torch import Tensor
 
 from megamoe.errors import BackendUnavailableError, ConfigError
 from megamoe.problem import MoEProblem, QuantMode, Transport
-from megamoe_rocm.unfused.exchange import Exchange
-from megamoe_rocm.unfused.experts import Received
+from megamoe_rocm.unfused.exchange import Exchange, Received
 
 MX_BLOCK = 32
 COMBINE_BLOCK = 128  # columns under one scale of Mori's blockwise combine, of its specialised kernels
