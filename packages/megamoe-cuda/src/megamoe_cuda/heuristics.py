@@ -17,7 +17,15 @@ from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.simulate import Tiling
 from megamoe.schedule.tiles import ceil_div, round_up
 from megamoe.schedule.waves import Ring, default_ring, live_blocks
-from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, PREFETCHED_K_BLOCKS, KernelConfig, TileConfig, element_bytes
+from megamoe_cuda.kernel_config import (
+    BLOCK_K,
+    BLOCK_N,
+    CONVERTER_GROUP_WARPS,
+    PREFETCHED_K_BLOCKS,
+    KernelConfig,
+    TileConfig,
+    element_bytes,
+)
 from megamoe_cuda.smem_budget import shared_memory
 
 AUTO = "auto"
@@ -193,7 +201,8 @@ def tiles_of(problem: MoEProblem) -> dict[str, TileConfig]:
     """
     quant = QuantMode(problem.quant)
     if quant is QuantMode.A8W4:
-        return CONVERTING_TILES
+        one_k_block = min(problem.hidden_size, problem.intermediate_size) <= BLOCK_K
+        return {n: with_one_group(tile) if one_k_block else tile for n, tile in CONVERTING_TILES.items()}
     if quant is QuantMode.A8W8 and not problem.expert_bias:
         return TILES
     tiles = [tile for tile in TILES.values() if not tile.swapped_rows]
@@ -212,6 +221,19 @@ def _most_rows_per_expert(problem: MoEProblem) -> dict[str, float]:
     if QuantMode(problem.quant) is QuantMode.BF16:
         return MOST_ROWS_PER_EXPERT_BF16
     return MOST_ROWS_PER_EXPERT if problem.ep_size == 1 else MOST_ROWS_AMONG_RANKS
+
+
+def with_one_group(tile: TileConfig) -> TileConfig:
+    """`tile` with one group of converter warps."""
+    if tile.converter_groups == 1:
+        return tile
+    return replace(
+        tile,
+        converter_warps=CONVERTER_GROUP_WARPS,
+        producer_registers=56,
+        math_registers=200,
+        converter_registers=56,
+    )
 
 
 def config_names(problem: MoEProblem) -> tuple[str, ...]:

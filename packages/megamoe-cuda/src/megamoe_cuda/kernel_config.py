@@ -170,6 +170,11 @@ class KernelConfig:
             raise ConfigError("operands are swapped in modes a8w8 and a8w4 only", got=self.quant)
         if bool(self.tile.converter_warps) != (self.quant is QuantMode.A8W4):
             raise ConfigError("packed weights are converted in mode a8w4", got=f"{self.quant}, {self.tile}")
+        if self.tile.converter_groups > min(self.gemm1_k_blocks, self.gemm2_k_blocks):
+            raise ConfigError(
+                "more groups of converter warps than K blocks of a tile: one would lose its place in the tile queue",
+                got=self.tile.converter_groups,
+            )
         if self.tile.cluster_size > 1:
             self._require_clusters()
         if self.ring.block_m != self.tile.block_m or self.ring not in self.session_rings:
