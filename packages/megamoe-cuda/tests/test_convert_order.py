@@ -191,8 +191,7 @@ def test_a_group_without_a_block_of_each_tile_misses_one() -> None:
     """Nothing holds its slot of the queue for it. So layers of one K block have one group."""
     with pytest.raises(AssertionError, match="another tile|wait for each other"):
         run_many(lambda: stages_of(CONVERTING_TILES["n32"], k_blocks=1))
-    for change in ({"hidden_size": 128}, {"intermediate_size": 96}):
-        small = replace(A8W4, **change)
+    for small in (replace(A8W4, hidden_size=128), replace(A8W4, intermediate_size=96)):
         assert {tile.converter_groups for tile in session_config(small, None).tiles} == {1}
         config = session_config(A8W4, "n32")
         with pytest.raises(ConfigError, match="more groups of converter warps than K blocks"):
