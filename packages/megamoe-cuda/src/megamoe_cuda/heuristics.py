@@ -31,22 +31,6 @@ from megamoe_cuda.smem_budget import shared_memory
 AUTO = "auto"
 
 
-def _converting(
-    *, num_stages: int, operand_buffers: int, packed_stages: int, warps: int, registers: tuple[int, int, int]
-) -> dict[str, int]:
-    """What changes in mode a8w4; registers of producers, math warps and converters."""
-    producer_registers, math_registers, converter_registers = registers
-    return {
-        "num_stages": num_stages,
-        "packed_stages": packed_stages,
-        "operand_buffers": operand_buffers,
-        "converter_warps": warps,
-        "producer_registers": producer_registers,
-        "math_registers": math_registers,
-        "converter_registers": converter_registers,
-    }
-
-
 # Stages: as many as fit beside the staging of the epilogue. Registers: what the warpgroups need without spills.
 N32 = TileConfig(
     name="n32", block_m=32, num_stages=5, producer_registers=56, math_registers=224, box_rows=8, swapped_rows=32
@@ -57,13 +41,38 @@ M128N64 = replace(M128, name="m128n64", swapped_rows=64)
 M256 = replace(M128, name="m256", block_m=256, cluster_size=2)
 TILES = {tile.name: tile for tile in (N32, M64, M128, M128N64)}
 CONVERTING_TILES = {
-    name: replace(TILES[name], **changes)
-    for name, changes in {
-        N32.name: _converting(num_stages=6, operand_buffers=3, packed_stages=4, warps=8, registers=(56, 136, 64)),
-        M64.name: _converting(num_stages=4, operand_buffers=2, packed_stages=4, warps=8, registers=(48, 168, 48)),
-        M128N64.name: _converting(num_stages=4, operand_buffers=2, packed_stages=3, warps=4, registers=(40, 216, 40)),
-    }.items()
+    tile.name: tile
+    for tile in (
+        replace(
+            N32,
+            num_stages=6,
+            operand_buffers=3,
+            packed_stages=4,
+            converter_warps=8,
+            math_registers=136,
+            converter_registers=64,
+        ),
+        replace(
+            M64,
+            operand_buffers=2,
+            packed_stages=4,
+            converter_warps=8,
+            producer_registers=48,
+            math_registers=168,
+            converter_registers=48,
+        ),
+        replace(
+            M128N64,
+            operand_buffers=2,
+            packed_stages=3,
+            converter_warps=4,
+            producer_registers=40,
+            math_registers=216,
+            converter_registers=40,
+        ),
+    )
 }
+"""Those of mode a8w4."""
 
 MOST_ROWS_PER_EXPERT = {N32.name: 20.0, M64.name: 57.0, M128.name: 200.0, M128N64.name: inf}
 """Mean rows per expert up to which a tile is used by one rank. Seed's shape on an H200, mode a8w8, 2026-11-30, us
