@@ -186,6 +186,8 @@ def test_plots(suffix: str, tmp_path: Path) -> None:
     rows = next(rows for series, rows in grouped(_results()).items() if series.mode == "a8w8" and series.fits)
     plot(rows, path)
     content = path.read_bytes()
+    plot(rows, path)
+    assert path.read_bytes() == content, "made again, it is another file"
     assert content.startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
     if suffix == "svg":
         assert all(text in content.decode() for text in (Series.of(ROW).title, "DeepGEMM", "floor", "tokens per rank"))

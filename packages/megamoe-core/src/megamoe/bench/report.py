@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megamoe.bench.results import BenchRow
 from megamoe.bench.roofline import Floor, floor_of
@@ -128,7 +129,6 @@ def plot(rows: Sequence[BenchRow], path: Path) -> None:
         BackendUnavailableError: matplotlib is not installed.
     """
     try:
-        from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, StrMethodFormatter
     except ImportError as error:
@@ -164,5 +164,12 @@ def plot(rows: Sequence[BenchRow], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(Series.of(rows[0]).title, fontsize="medium")
-    with rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure.savefig(path)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure as .svg or .png. The same figure gives the same bytes."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megamoe"}):  # text stays text
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

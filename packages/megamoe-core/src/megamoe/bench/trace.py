@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megamoe.bench.report import save_figure
 from megamoe.errors import BackendUnavailableError, InputError
 
 COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#54a24b", "#b279a2", "#e45756", "#9d755d", "#eeca3b")
@@ -140,7 +141,6 @@ def draw(trace: Trace, path: Path) -> None:
         BackendUnavailableError: matplotlib is not installed.
     """
     try:
-        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendUnavailableError("pictures need matplotlib", hint="pip install megamoe-core[plots]") from error
@@ -168,8 +168,7 @@ def draw(trace: Trace, path: Path) -> None:
     if by_span:
         panels[0].legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=3)
     figure.suptitle(trace.title, fontsize="medium")
-    with rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure.savefig(path)
+    save_figure(figure, path)
 
 
 def write_trace(path: Path, trace: Trace) -> None:
