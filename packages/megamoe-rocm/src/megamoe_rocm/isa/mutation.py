@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megamoe_rocm.aot.disassembly import Instruction
-from megamoe_rocm.aot.inspection import is_store, scope
+from megamoe_rocm.aot.inspection import is_atomic, is_store, scope, waits_for_vector_memory
 from megamoe_rocm.isa.errors import DeadlockError, ExecutionFault
 from megamoe_rocm.isa.instructions.control import CONDITIONS, COUNTER
-from megamoe_rocm.isa.operands import Step
+from megamoe_rocm.isa.operands import Step, parse
 from megamoe_rocm.isa.program import Program
 from megamoe_rocm.isa.wave import Wave
 
@@ -22,6 +22,7 @@ from megamoe_rocm.isa.wave import Wave
 Subject = Callable[[Program, int], bool]
 
 SURVIVED, NOT_EXECUTED = "survived", "not executed"
+CROSS_LANE = ("ds_permute", "ds_bpermute", "ds_swizzle")  # between registers: they use no LDS
 KINDS = ("mfma", "load", "lds", "wait", "barrier", "fence")
 
 
@@ -166,7 +167,7 @@ def _try(program: Program, subject: Subject, index: int, seeds: Sequence[int]) -
 
 
 TWIN_BARRIER = "equivalent: another barrier, with no access to memory or LDS between the two"
-LAST_BARRIER = "equivalent: no access to LDS and no barrier after it"
+LAST_BARRIER = "equivalent: neither LDS nor a store, an atomic or a barrier after it"
 NOTHING_OUTSTANDING = "equivalent: an earlier wait covers it, with nothing issued between the two"
 COVERED_LATER = "equivalent: a later wait covers it, with neither an access nor a barrier between the two"
 WRITE_BACK = "equivalent in the model: every store before it goes through the caches"
@@ -174,7 +175,15 @@ IDLE = "equivalent where it was executed: nothing was outstanding that it waits 
 LOADS_COVERED = (
     "equivalent where it was executed: it waited for loads only, and to use one that no later wait covers is a fault"
 )
-NO_LDS_AROUND = "equivalent in the model: on every path from it or to it another barrier, without LDS between the two"
+LEFT_AS_IT_WAS = "equivalent where it was executed: it moved values between lanes to where they were already"
+WAITED_LATER = (
+    "equivalent: on every path the wave waits for its stores once more before a barrier, an atomic or an invalidate"
+)
+NO_LDS_AROUND = "equivalent: on every path from it or to it another barrier, with nothing but loads between the two"
+OWN_ARRIVALS = (
+    "equivalent in the model: on every path from it or to it another barrier, or an end, without LDS between the two; "
+    "what is stored or counted there, each wave waits for and counts itself"
+)
 
 
 def explain(program: Program) -> dict[int, str]:
@@ -192,34 +201,52 @@ def explain(program: Program) -> dict[int, str]:
             ahead, behind = _straight(items[at + 1 :], targets), _straight(items[at - 1 :: -1] if at else (), targets)
             if _first(ahead, _touches) == "barrier" or _first(behind, _touches) == "barrier":
                 reasons[at] = TWIN_BARRIER
-            elif not any(_touches_lds(other) for other in items[at + 1 :]) and not _loops_back(items, at):
+            elif not any(map(_acts, items[at + 1 :])) and not _loops_back(items, at):
                 reasons[at] = LAST_BARRIER
-            elif after.leads_to_barriers(at) or before.leads_to_barriers(at):
+            elif after.leads_to_barriers(at, _acts) or before.leads_to_barriers(at, _acts):
                 reasons[at] = NO_LDS_AROUND
+            elif after.leads_to_barriers(at, _touches_lds) or before.leads_to_barriers(at, _touches_lds):
+                reasons[at] = OWN_ARRIVALS
         elif item.mnemonic == "buffer_wbl2" and _all_write_through(items[:at]):
             reasons[at] = WRITE_BACK
         elif kind == "wait":
             reason = _explain_wait(items, at, targets)
+            if not reason and set(_counts(item)) == {"vmcnt"} and after.leads_to_waits(at):
+                reason = WAITED_LATER
             if reason:
                 reasons[at] = reason
     return reasons
 
 
 def watch(program: Program) -> tuple[Program, dict[int, str]]:
-    """The same program, and the reasons why its waits may be missing, as far as its runs will have shown.
+    """The same program, and the reasons why waits and moves between lanes may be missing, as far as its runs show.
 
     Returns:
-        a program to run, and a dict that has for each wait what has been true of it in all those runs.
+        a program to run, and a dict that has for each of them what has been true of it in all those runs.
     """
     steps, found = list(program.steps), {}
     for at, item in enumerate(program.instructions):
         if kind_of(item) == "wait":
             found[at] = IDLE
-            steps[at] = _watched(program.steps[at], at, _counts(item), found)
+            steps[at] = _watched_wait(program.steps[at], at, _counts(item), found)
+        elif item.mnemonic.startswith(CROSS_LANE):
+            found[at] = LEFT_AS_IT_WAS
+            steps[at] = _watched_move(program.steps[at], at, parse(item.operands[0]).index, found)
     return replace(program, steps=tuple(steps)), found
 
 
-def _watched(step: Step, at: int, counts: Mapping[str, int], found: dict[int, str]) -> Step:
+def _watched_move(step: Step, at: int, target: int, found: dict[int, str]) -> Step:
+    def watched(wave: Wave) -> int | None:
+        before = wave.v[target].copy()
+        following = step(wave)
+        if (before != wave.v[target])[wave.lanes].any():
+            found.pop(at, None)
+        return following
+
+    return watched
+
+
+def _watched_wait(step: Step, at: int, counts: Mapping[str, int], found: dict[int, str]) -> Step:
     def watched(wave: Wave) -> int | None:
         queues = ((wave.vm, counts.get("vmcnt")), (wave.lgkm, counts.get("lgkmcnt")))
         done = [item for queue, most in queues if most is not None for item in list(queue)[: max(len(queue) - most, 0)]]
@@ -276,7 +303,14 @@ def _straight(items: Iterable[Instruction], targets: set[int]) -> Iterable[Instr
 
 
 def _touches_lds(item: Instruction) -> bool:
+    if item.mnemonic.startswith(CROSS_LANE):
+        return False
     return item.mnemonic.startswith("ds_") or "lds" in item.modifiers or "_lds_" in item.mnemonic
+
+
+def _acts(item: Instruction) -> bool:
+    """Whether other waves may see it."""
+    return _touches_lds(item) or is_store(item) or is_atomic(item) or item.mnemonic == "s_barrier"
 
 
 def _touches(item: Instruction) -> str:
@@ -318,14 +352,23 @@ class _Flow:
     items: Sequence[Instruction]
     edges: Sequence[Sequence[int]]
 
-    def leads_to_barriers(self, at: int) -> bool:
-        """Whether each path from an instruction comes to a barrier, or to an end, before LDS is used."""
+    def leads_to_barriers(self, at: int, refuse: Callable[[Instruction], bool]) -> bool:
+        """Whether each path from an instruction comes to a barrier, or to an end, before one that is refused."""
+        return self._leads_to(at, lambda item: kind_of(item) == "barrier", refuse)
+
+    def leads_to_waits(self, at: int) -> bool:
+        """Whether each path comes to a wait for all of vector memory, or to an end, before others may rely on one."""
+        return self._leads_to(
+            at, waits_for_vector_memory, lambda item: is_atomic(item) or item.mnemonic in ("s_barrier", "buffer_inv")
+        )
+
+    def _leads_to(self, at: int, end: Callable[[Instruction], bool], refuse: Callable[[Instruction], bool]) -> bool:
         seen, ahead = set(), list(self.edges[at])
         while ahead:
             here = ahead.pop()
-            if here in seen or kind_of(self.items[here]) == "barrier":
-                continue
-            if _touches_lds(self.items[here]):
+            if here in seen or end(self.items[here]):
+                continue  # an end comes first: `refuse` may name barriers too
+            if refuse(self.items[here]):
                 return False
             seen.add(here)
             ahead.extend(self.edges[here])
