@@ -19,7 +19,7 @@ from megamoe_rocm.rungs import PLANNED_FOR, Rung
 REHEARSE = """
 import sys
 from megamoe_rocm import cli, validate
-validate.code_objects = validate.bench = lambda: {}
+validate.code_objects = validate.gates = validate.bench = lambda: {}
 validate.matrix = lambda ranks: {}
 sys.argv = ["megamoe-rocm", "validate", "--device", "interpreter", "--output", sys.argv[1]]
 cli.main()
@@ -45,11 +45,13 @@ def test_a_rehearsal_in_the_interpreter_needs_no_variable_set_before(
         pytest.param(["compile", "--output", "/proc/x"], "--output can't be made", id="compile"),
         pytest.param(["validate", "--output", "/proc/x"], "--output can't be made", id="validate"),
         pytest.param(["validate", "--device", "mi355x"], "--device is no device of megamoe-rocm", id="device"),
+        pytest.param(["validate", "--serving", "/no/plan"], "the serving plan can't be read", id="serving"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
-    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "isa")  # what --device sets is put back
     result = CliRunner().invoke(app, args)
     assert (result.exit_code, result.stdout) == (2, "")
