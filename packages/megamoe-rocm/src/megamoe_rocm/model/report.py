@@ -35,12 +35,32 @@ def lines() -> Iterator[str]:
     """The whole report."""
     yield f"MI355X, 8 ranks, uniform routing: {LABEL}. Times in microseconds."
     for title, layer in LAYERS.items():
+        yield ""
+        yield f"{title}: calls by mode and transport ({LABEL})"
+        yield from _comparison(layer)
         for quant in (QuantMode.A4W4, QuantMode.A8W4):
             for transport in Transport:
                 problem = replace(layer, quant=quant, transport=transport)
                 yield ""
                 yield f"{title}, {quant}, {transport} ({LABEL})"
                 yield from _table([predict(problem, count, loop_utilisation) for count in TOKENS])
+
+
+def _comparison(layer: MoEProblem) -> Iterator[str]:
+    """Calls side by side, and both hand-shakes of all ranks: microseconds, and the largest share of a call."""
+    problems = [
+        replace(layer, quant=quant, transport=transport)
+        for quant in (QuantMode.A4W4, QuantMode.A8W4)
+        for transport in Transport
+    ]
+    modes = " | ".join(f"{problem.quant}, {problem.transport}" for problem in problems)
+    yield f"| tokens | tile | {modes} | hand-shakes | at most |"
+    yield "|---" * (len(problems) + 4) + "|"
+    for count in TOKENS:
+        rows = [predict(problem, count, loop_utilisation) for problem in problems]
+        cells = [str(count), rows[0].tile.name, *(f"{row.seconds * 1e6:.0f}" for row in rows)]
+        cells += [f"{rows[0].handshake_s * 1e6:.0f}", f"{max(row.handshake_s / row.seconds for row in rows):.1%}"]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _table(rows: list[Prediction]) -> Iterator[str]:
