@@ -148,6 +148,14 @@ def rehearse_rocm(session: nox.Session) -> None:
     step(session, "rehearse-rocm.sh", device, *arguments)
 
 
+@nox.session(name="deletions-rocm", default=False)
+def deletions_rocm(session: nox.Session) -> None:
+    """Delete instructions of the ROCm kernels, one at a time: `-- FOLDER [KERNEL ...] [--sample N]`; all take hours."""
+    install_packages(session, f"{CORE}[test]", ROCM)
+    session.install("--no-deps", TRITON)
+    session.run("python", f"{ROCM}/tests/isa/deletions.py", *(session.posargs or ["build/deletions"]))
+
+
 def test_engine(session: nox.Session, engine: str) -> None:
     """Test an adapter against a serving engine that is installed without its kernels."""
     install(session, pinned("torch"), "hatchling", "editables")
@@ -179,7 +187,8 @@ def compile_cuda(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build wheels and sdists, check their contents, install them elsewhere."""
-    install(session, "build", "hatchling")
+    install_packages(session, CORE, ROCM, tools=("build",))
+    session.install("--no-deps", TRITON)
     step(session, "build.sh", *session.posargs)
 
 

@@ -5,6 +5,8 @@ Usage: `python ci/check_wheels.py dist`. It installs into a temporary environmen
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import subprocess
@@ -20,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"megamoe-core": "megamoe", "megamoe-cuda": "megamoe_cuda", "megamoe-rocm": "megamoe_rocm"}
 SHIPPED = re.compile(r"\.(py|cuh|json)$")  # and py.typed; nothing else belongs into a wheel
 CODE_OBJECTS = re.compile(r"\.(hsaco|cubin)$")  # kernels built ahead of time may be shipped, never sources of others
+AHEAD_OF_TIME = "megamoe_rocm/code_objects/"  # from `megamoe-rocm compile`, not in git
+EXECUTED = ROOT / "packages/megamoe-rocm/tests/code_objects.json"  # hashes of those that tests execute
 
 
 def source_files(package_root: Path) -> set[str]:
@@ -46,8 +50,10 @@ def wheel_problems(path: Path, name: str, module: str, core_version: str) -> lis
         metadata = metadata_of(wheel)
     info = {entry for entry in files if ".dist-info/" in entry}
     payload = files - info
-    expected = source_files(ROOT / "packages" / name)
-    found = [f"{entry} is missing" for entry in sorted(expected - payload)]
+    built = {entry for entry in payload if entry.startswith(AHEAD_OF_TIME)} if name == "megamoe-rocm" else set()
+    expected = source_files(ROOT / "packages" / name) | built
+    found = code_object_problems(path) if name == "megamoe-rocm" else []
+    found += [f"{entry} is missing" for entry in sorted(expected - payload)]
     found += [f"{entry} does not belong there" for entry in sorted(payload - expected)]
     for entry in sorted(payload):
         if not (SHIPPED.search(entry) or CODE_OBJECTS.search(entry) or entry == f"{module}/py.typed"):
@@ -66,6 +72,21 @@ def wheel_problems(path: Path, name: str, module: str, core_version: str) -> lis
     if name != "megamoe-core" and f"megamoe-core=={core_version}" not in requirements:
         found.append(f"does not require megamoe-core=={core_version}: {requirements}")
     return [f"{path.name}: {problem}" for problem in found]
+
+
+def code_object_problems(path: Path, executed: Path = EXECUTED) -> list[str]:
+    """One sentence for each code object of a wheel that is not one of those that tests execute, or is missing."""
+    expected: dict[str, str] = json.loads(executed.read_text())
+    with zipfile.ZipFile(path) as wheel:
+        shipped = {
+            PurePosixPath(entry).stem: hashlib.sha256(wheel.read(entry)).hexdigest()
+            for entry in wheel.namelist()
+            if entry.startswith(AHEAD_OF_TIME) and entry.endswith(".hsaco")
+        }
+    found = [f"code object {key} is missing: run `megamoe-rocm compile`" for key in sorted(expected.keys() - shipped)]
+    found += [f"code object {key} is none that was executed" for key in sorted(shipped.keys() - expected)]
+    changed = sorted(key for key in expected.keys() & shipped if shipped[key] != expected[key])
+    return found + [f"code object {key} is not the one that was executed" for key in changed]
 
 
 def sdist_problems(path: Path) -> list[str]:
