@@ -102,10 +102,22 @@ def give_up(scene: Scene) -> None:
         memory.words("status")[0] = 1
 
 
+def lose_end_after_giving_up(scene: Scene) -> None:
+    """Rank 1 has not finished, for all that rank 0 knows, which has given up before."""
+    lose_end(scene)
+    give_up(scene)
+
+
 def lose_rows(scene: Scene) -> None:
     """The rows of each rank's first block never suffice."""
     for memory in scene.layer.memory:
         memory.words("counters").view(2, -1)[:, 0] = -(1 << 20)
+
+
+def lose_rows_after_giving_up(scene: Scene) -> None:
+    """They never suffice, and a wait of each rank has given up."""
+    lose_rows(scene)
+    give_up(scene)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +130,7 @@ class Setting:
         changes: of the harness's problem.
         tokens: of each rank.
         absent: ranks that launch nothing in the scene.
+        num_programs: of the persistent launches.
         patience: of waits, in units of 1024 instructions of all waves.
         prepare: changes memory before the scene.
         quantized: whether tokens come in the mode's format.
@@ -130,6 +143,7 @@ class Setting:
     changes: Mapping[str, Any]
     tokens: tuple[int, int] = (37, 9)
     absent: tuple[int, ...] = ()
+    num_programs: int = 2
     patience: int = NEVER
     prepare: Callable[[Scene], None] = nothing
     quantized: bool = False
@@ -150,7 +164,13 @@ class Scene:
         self.programs = programs
         fields = {"num_experts": 2, "top_k": 1, "num_max_tokens_per_rank": 40} | dict(setting.changes)
         problem = harness.problem(quant=quant, transport=transport, **fields)
-        self.layer = harness.Layer(problem=problem, tile=buckets()[0].tile, patience=setting.patience, target=GFX950)
+        self.layer = harness.Layer(
+            problem=problem,
+            tile=buckets()[0].tile,
+            num_programs=setting.num_programs,
+            patience=setting.patience,
+            target=GFX950,
+        )
         self.layout = self.layer.memory[0].layout
         device = Device(num_ranks=2, programs=programs)
         self.layer.memory = [
@@ -229,12 +249,19 @@ SETTINGS: Mapping[str, Sequence[Setting]] = {
             name="aborted", first=PUSH, last=PLAN, changes=ROUTING, tokens=(103, 70), absent=(1,),
             prepare=give_up_first,
         ),
+        Setting(
+            name="given up", first=PUSH, last=PLAN, changes=ROUTING, tokens=(103, 70), absent=(1,), prepare=give_up,
+        ),
     ],
     STAGE_1: [
         Setting(name="call", first=STAGE_1, last=STAGE_1, changes={"hidden_size": 2304, "intermediate_size": 256}),
         Setting(
             name="late", first=STAGE_1, last=STAGE_1, changes={"hidden_size": 512, "intermediate_size": 256},
             tokens=(20, 5), patience=60, prepare=lose_rows,
+        ),
+        Setting(  # one program: its rows are there, whether it waits for them or not
+            name="given up", first=STAGE_1, last=STAGE_1, changes={"hidden_size": 512, "intermediate_size": 256},
+            tokens=(20, 5), num_programs=1, prepare=lose_rows_after_giving_up,
         ),
     ],
     STAGE_2: [
@@ -254,6 +281,10 @@ SETTINGS: Mapping[str, Sequence[Setting]] = {
             name="aborted", first=COMBINE, last=COMBINE, changes=WIDE, tokens=(12, 9), absent=(1,),
             prepare=lose_end_and_give_up,
         ),
+        Setting(
+            name="given up", first=COMBINE, last=COMBINE, changes=WIDE, tokens=(12, 9), absent=(1,),
+            prepare=lose_end_after_giving_up,
+        ),
     ],
 }  # fmt: skip
 MODES = (("a4w4", "fp8_blockwise_1x32"), ("a8w4", "bf16"))
@@ -269,6 +300,11 @@ ARGUED: Mapping[tuple[str, str], str] = {
         "buffer_wbl2",
     ): "equivalent: only later launches read what it stored; its last program reads what atomics did",
     (PUSH, "buffer_inv"): "equivalent: what is read after it, earlier launches have written",
+    (PUSH, "ds_permute_b32"): "equivalent: it moves those that count or publish to the first lanes, where they are",
+    (
+        PLAN,
+        "buffer_inv",
+    ): "equivalent: of the invalidates after the flags of counts and those of aborts one suffices",
 }
 
 
