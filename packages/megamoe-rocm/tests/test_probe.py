@@ -56,6 +56,11 @@ def test_a_whole_machine_is_usable() -> None:
     "machine, reason, says",
     [
         (replace(GOOD, targets=()), Reason.NO_DEVICE, "no AMD GPU"),
+        (
+            replace(GOOD, targets=()),
+            Reason.NO_DEVICE,
+            "needed are gfx950 GPUs (MI350 series), ROCm 7, a ROCm build",
+        ),
         (replace(GOOD, targets=(), nvidia=True), Reason.NO_DEVICE, "megamoe-cuda"),
         (replace(GOOD, targets=("gfx942",)), Reason.WRONG_DEVICE, "e4m3fnuz"),
         (replace(GOOD, targets=("gfx1100",)), Reason.WRONG_DEVICE, "gfx1100 found"),

@@ -165,6 +165,18 @@ def test_what_this_machine_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert raised.value.details["versions"]["megamoe-rocm"]
 
 
+def test_without_triton_what_is_missing_is_named_by_both_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine to which the wheel alone has come: no ROCm, no Triton, no packaged code objects."""
+    monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "gfx950")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(StepFailedError, match="no AMD GPU"):
+        module.machine()
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nToolchainError: Triton is missing\n")
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(StepFailedError, match="neither packaged nor can they be compiled: ToolchainError: Triton is"):
+        module.code_objects()
+
+
 def test_without_pytest_the_matrix_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytest", None)
     with pytest.raises(StepFailedError, match=r"megamoe-rocm\[validate\]"):

@@ -23,6 +23,10 @@ HIP_RUNTIME = "libamdhip64.so"
 HIP_PYTHON = "hip-python"
 MORI = "amd-mori"
 TORCH_HIP = "torch.version.hip"
+NEEDS = (
+    f"needed are {TARGET} GPUs (MI350 series), ROCm 7, a ROCm build of PyTorch, hip-python and megamoe-rocm[mori]; "
+    "MEGAMOE_ROCM_DEVICE=interpreter or isa runs the kernels without"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ def probe(rung: Rung) -> Verdict:
 def judge(machine: Machine) -> Verdict:
     """The first thing that stands against running here, what is hardest to change first."""
     if not machine.targets:
-        other = "; the GPUs here are NVIDIA's, which megamoe-cuda drives" if machine.nvidia else ""
+        other = "; the GPUs here are NVIDIA's, which megamoe-cuda drives" if machine.nvidia else f"; {NEEDS}"
         return Verdict.no(Reason.NO_DEVICE, f"no AMD GPU: the amdgpu driver lists none{other}")
     if TARGET not in machine.targets:
         return _wrong_device(machine.targets)

@@ -165,13 +165,13 @@ def machine() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             found["versions"][package] = None
     found["driver"] = asdict(look())
+    verdict = probe(rungs.current())
+    if not verdict.ok:
+        raise StepFailedError(f"{verdict.reason}: {verdict.detail}", found)
     if rungs.current() is Rung.GFX950:
         from megamoe_rocm.runtime.hip_runtime import query
 
         found["gpus"] = [asdict(query(index)) for index in range(_num_gpus())]
-    verdict = probe(rungs.current())
-    if not verdict.ok:
-        raise StepFailedError(f"{verdict.reason}: {verdict.detail}", found)
     return {**found, "verdict": verdict.detail}
 
 
@@ -181,7 +181,11 @@ def code_objects() -> dict[str, Any]:
     compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=compiled, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise StepFailedError("kernels do not compile", {"output": (done.stdout + done.stderr)[-TAIL:]})
+        cause = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise StepFailedError(
+            f"kernels are neither packaged nor can they be compiled: {cause}",
+            {"output": (done.stdout + done.stderr)[-TAIL:]},
+        )
     found = json.loads(done.stdout.splitlines()[-1])
     bad = [
         each["kernel"]

@@ -18,7 +18,15 @@ from megamoe.cli.console import bytes_text, command, out, say
 from megamoe.registry import SelectionReport, selection_report
 
 PACKAGES = ("megamoe-core", "megamoe-cuda", "megamoe-rocm", "torch", "numpy", "safetensors")
-OPTIONAL_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13", "cuda-core", "mori", "triton", "transformers")
+OPTIONAL_PACKAGES = (
+    "nvshmem4py-cu12",
+    "nvshmem4py-cu13",
+    "cuda-core",
+    "hip-python",
+    "amd-mori",
+    "triton",
+    "transformers",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
