@@ -219,7 +219,7 @@ def test_a_session_s_cut_is_simulated_as_its_kernels_are_compiled(mode: dict[str
         tile = config.tile_for(problem, num_tokens)
         kernel = config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=132)
         cut = config.tiling(problem, num_tokens, 132)
-        assert (cut.block_m, cut.num_stages, cut.num_ctas) == (tile.block_m, tile.num_stages, kernel.ctas_per_rank)
+        assert (cut.block_m, cut.num_stages, cut.num_ctas) == (tile.block_m, tile.weight_stages, kernel.ctas_per_rank)
         assert cut.box_rows == tile.box_rows
         assert (cut.lag_blocks, cut.ring_blocks) == (kernel.ring.lag_blocks, kernel.ring.ring_blocks)
         assert kernel.gemm1_k_blocks * cut.block_k == SEED.hidden_size

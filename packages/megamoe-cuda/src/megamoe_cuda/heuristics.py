@@ -193,7 +193,7 @@ class SessionConfig(backend.KernelConfig):
             block_n=BLOCK_N,
             block_k=BLOCK_K // element_bytes(QuantMode(problem.quant)),
             num_ctas=num_ctas,
-            num_stages=tile.num_stages,
+            num_stages=tile.weight_stages,
             box_rows=tile.box_rows,
             lag_blocks=ring.lag_blocks,
             ring_blocks=ring.ring_blocks,

@@ -88,6 +88,11 @@ class TileConfig:
         return self.block_m // self.cluster_size
 
     @property
+    def weight_stages(self) -> int:
+        """Stages that weights may be ahead of the tensor cores."""
+        return self.packed_stages + (self.operand_buffers or self.num_stages)
+
+    @property
     def converter_groups(self) -> int:
         """Groups of converter warps, which take K blocks in turn."""
         return self.converter_warps // CONVERTER_GROUP_WARPS
