@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, Transport
-from megamoe_cuda.aot import MAX_REGISTERS, builds, complaints, standard_builds
+from megamoe_cuda.aot import builds, complaints, standard_builds
 from megamoe_cuda.cli import app
 from megamoe_cuda.heuristics import M256, TILES
 from megamoe_cuda.jit.compiler import CompiledKernel
@@ -19,10 +19,11 @@ from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES
 SMALL = MoEProblem(
     hidden_size=512, intermediate_size=256, num_experts=8, top_k=2, num_max_tokens_per_rank=64, ep_size=2
 )
+KERNEL = next(builds(SMALL)).kernel
 GOOD = CompiledKernel(
-    config=next(builds(SMALL)).kernel,
+    config=KERNEL,
     cubin=b"code",
-    registers=MAX_REGISTERS,
+    registers=KERNEL.tile.registers_at_entry,
     spill_bytes=0,
     stack_bytes=0,
     dynamic_smem_bytes=MAX_DYNAMIC_BYTES,
@@ -55,7 +56,8 @@ def test_virtual_ranks_share_the_sms() -> None:
     "change, says",
     [
         ({"spill_bytes": 4}, "spills 4 bytes"),
-        ({"registers": MAX_REGISTERS + 1}, "registers"),
+        ({"registers": KERNEL.tile.registers_at_entry + 8}, "registers at entry"),
+        ({"registers": KERNEL.tile.registers_at_entry - 8}, "registers at entry"),
         ({"dynamic_smem_bytes": MAX_DYNAMIC_BYTES + 1}, "shared memory"),
         ({"warnings": ("ptxas warning : (C7510) wgmma.mma_async instructions are serialized",)}, "serialized"),
     ],

@@ -11,7 +11,17 @@ from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.problem import MoEProblem
 from megamoe_cuda import launcher
 from megamoe_cuda.aot import builds
-from megamoe_cuda.launcher import FAILURE_RECORD, FAILURES, PHASES, Failure, RankCall, _ArgumentBlock, read_failure
+from megamoe_cuda.jit.compiler import CompiledKernel, KernelCompileError
+from megamoe_cuda.launcher import (
+    FAILURE_RECORD,
+    FAILURES,
+    PHASES,
+    Failure,
+    LoadedKernel,
+    RankCall,
+    _ArgumentBlock,
+    read_failure,
+)
 from megamoe_cuda.session import as_error
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -127,3 +137,18 @@ def test_each_kind_of_failure_has_an_error(kind: str, error: type[ProtocolError]
     raised = as_error(record(kind), 2.5)
     assert type(raised) is error
     assert re.search(says, str(raised))
+
+
+def test_a_kernel_whose_warpgroups_would_wait_for_registers_is_not_loaded() -> None:
+    kernel = next(builds(PROBLEM)).kernel
+    compiled = CompiledKernel(
+        config=kernel,
+        cubin=b"",
+        registers=kernel.tile.registers_at_entry - 8,
+        spill_bytes=0,
+        stack_bytes=0,
+        dynamic_smem_bytes=0,
+        warnings=(),
+    )
+    with pytest.raises(KernelCompileError, match="got 160; expected 168"):
+        LoadedKernel(compiled)

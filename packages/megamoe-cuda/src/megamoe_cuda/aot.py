@@ -13,8 +13,6 @@ from megamoe_cuda.jit.compiler import CompiledKernel
 from megamoe_cuda.kernel_config import KernelConfig
 from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES
 
-MAX_REGISTERS = 168  # 65536 / 384 threads, rounded down to 8: what a launch hands out before setmaxnreg moves them
-
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
@@ -98,7 +96,7 @@ def standard_builds() -> Iterator[Build]:
 
 
 def complaints(kernel: CompiledKernel) -> list[str]:
-    """What is over the budget: spills, too many registers or bytes of shared memory, or a warning of the assembler.
+    """What is over the budget: spills, other registers than warpgroups share out, too much shared memory, or a warning.
 
     Warnings of the assembler say that WGMMAs were serialised (C7510 to C7519) or that setmaxnreg was ignored; either
     costs more than any other mistake, and results stay right.
@@ -106,8 +104,9 @@ def complaints(kernel: CompiledKernel) -> list[str]:
     found = []
     if kernel.spill_bytes:
         found.append(f"spills {kernel.spill_bytes} bytes")
-    if kernel.registers > MAX_REGISTERS:
-        found.append(f"{kernel.registers} registers, the limit is {MAX_REGISTERS}")
+    entry = kernel.config.tile.registers_at_entry
+    if kernel.registers != entry:
+        found.append(f"{kernel.registers} registers at entry, the warpgroups share out {entry}")
     if kernel.dynamic_smem_bytes > MAX_DYNAMIC_BYTES:
         found.append(f"{kernel.dynamic_smem_bytes} bytes of shared memory, the limit is {MAX_DYNAMIC_BYTES}")
     return found + list(kernel.warnings)

@@ -72,7 +72,13 @@ CONVERTING_TILES = {
         ),
     )
 }
-"""Those of mode a8w4."""
+"""Those of mode a8w4. Seed's shape on an H200, 2026-11-30, us; with one group of converter warps in each:
+
+    rows   2  n32 154  m128n64 159
+    rows   8  n32 167  m64 195
+    rows  32  m64 198  m128 205
+    rows 128  m128n64 354  m128 355
+    rows 512  m128 1049  m128n64 1057    m128 left no registers for the FP8 transport"""
 
 MOST_ROWS_PER_EXPERT = {N32.name: 20.0, M64.name: 57.0, M128.name: 200.0, M128N64.name: inf}
 """Mean rows per expert up to which a tile is used by one rank. Seed's shape on an H200, mode a8w8, 2026-11-30, us

@@ -16,7 +16,7 @@ from megamoe.schedule.tiles import round_up
 from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe_cuda.driver import check
 from megamoe_cuda.jit.codegen import KERNEL_NAME
-from megamoe_cuda.jit.compiler import CompiledKernel
+from megamoe_cuda.jit.compiler import CompiledKernel, KernelCompileError
 from megamoe_cuda.kernel_config import KernelConfig
 from megamoe_cuda.tma import TENSOR_MAP_BYTES, byte_matrix_map
 from megamoe_cuda.workspace_layout import kernel_workspace
@@ -113,10 +113,19 @@ class LoadedKernel:
 
         Raises:
             CudaDriverError: the driver refused it (no SM90, no context).
+            KernelCompileError: its threads have other registers at entry than its warpgroups share out. The last
+                warpgroup to ask for its share would wait for ever, before any watchdog.
         """
+        self.config: KernelConfig = compiled.config
+        if compiled.registers != self.config.tile.registers_at_entry:
+            raise KernelCompileError(
+                "the assembler gave the kernel other registers than its warpgroups share out",
+                got=compiled.registers,
+                expected=self.config.tile.registers_at_entry,
+                hint="use another NVRTC; with 13.0 these counts agree",
+            )
         from cuda.bindings import driver
 
-        self.config: KernelConfig = compiled.config
         self.layout = kernel_workspace(self.config)
         self._module = check(driver.cuModuleLoadData(compiled.cubin))
         self._function = check(driver.cuModuleGetFunction(self._module, KERNEL_NAME.encode()))
