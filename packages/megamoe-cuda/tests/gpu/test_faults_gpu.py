@@ -145,7 +145,7 @@ def test_ten_thousand_uneven_calls() -> None:
     backend = CudaBackend()
     with backend.open(backend.plan(problem), VirtualRanks()) as session:
         session.warmup()
-        weights = session.prepare(shard(make_weights(problem, device), 2))
+        weights = [session.prepare(share) for share in shard(make_weights(problem, device), 2)]
         counts = (0, 256, 1, 63, 64, 65, 200, 0, 17, 128, 129)
         calls = [random_calls(problem, (mine, counts[index - 1])) for index, mine in enumerate(counts)]
         alone = [[y.clone() for y in session.forward(*call, weights)] for call in calls]
