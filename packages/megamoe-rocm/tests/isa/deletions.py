@@ -1,6 +1,7 @@
 """Single instructions deleted from the product's kernels, one at a time: running what is left has to show it.
 
     python packages/megamoe-rocm/tests/isa/deletions.py benchmarks/results/deletions [KERNEL ...] [--sample 60]
+    python packages/megamoe-rocm/tests/isa/deletions.py benchmarks/results/deletions --table
 
 A kernel is executed in scenes: parts of a call of two ranks, with the kernels that it meets. What came before one is
 executed once; each mutant starts from there, and everything that it leaves in memory is compared with what the whole
@@ -385,13 +386,35 @@ def reasons(program: Program, subject: Callable[[Program, int], bool]) -> dict[i
     return found
 
 
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a row a record, and one for all."""
+    lines = [
+        "| kernel | mode, transport | sites | deleted | executed | noticed | survivors proven | argued |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    keys = ("sites", "deleted", "executed", "noticed", "proven", "argued")
+    rows = []
+    for record in records:
+        proven = sum(survivor["reason"] in PROVEN for survivor in record["survivors"])
+        argued = sum(bool(survivor["reason"]) for survivor in record["survivors"]) - proven
+        rows.append([*(record[key] for key in keys[:4]), proven, argued])
+        mode = f"{record['quant']}, {record['transport']}"
+        lines.append(f"| `{record['kernel']}` | {mode} | {' | '.join(map(str, rows[-1]))} |")
+    lines.append(f"| all | | {' | '.join(str(sum(column)) for column in zip(*rows, strict=True))} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="one JSON file a kernel and mode")
     parser.add_argument("kernels", nargs="*", help="names; by default all")
     parser.add_argument("--sample", type=int, help="deletions of a kernel; by default every one")
     parser.add_argument("--quant", help="one mode only")
+    parser.add_argument("--table", action="store_true", help="print what the folder has, and delete nothing")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table([json.loads(path.read_text()) for path in sorted(arguments.folder.glob("*.json"))]))
+        return
     torch.set_num_threads(1)
     harness = load_harness()
     arguments.folder.mkdir(parents=True, exist_ok=True)
