@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -171,9 +172,15 @@ def test_without_triton_what_is_missing_is_named_by_both_steps(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(StepFailedError, match="no AMD GPU"):
         module.machine()
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nToolchainError: Triton is missing\n")
+    with pytest.raises(StepFailedError, match=r"pip install megamoe-rocm\[triton\]"):
+        module.code_objects()
+
+
+def test_kernels_that_are_not_packaged_and_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nToolchainError: another Triton\n")
     monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(StepFailedError, match="neither packaged nor can they be compiled: ToolchainError: Triton is"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(StepFailedError, match="neither packaged nor can they be compiled: ToolchainError: another"):
         module.code_objects()
 
 
@@ -201,6 +208,7 @@ def test_packaged_code_objects_are_compared_with_what_compiles_here(
 
 
 def test_code_objects_that_are_not_as_packaged_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # wherever this runs
     listed = {"kernel": "k", "sha256": "0", "vgpr_spills": 0, "scratch_bytes": 0, "lds_bytes": 0}
     for reproduced in (True, None, False):
         done = subprocess.CompletedProcess([], 0, stdout=json.dumps([{**listed, "reproduced": reproduced}]), stderr="")

@@ -177,6 +177,12 @@ def machine() -> dict[str, Any]:
 
 def code_objects() -> dict[str, Any]:
     """Every kernel for gfx950: its hash and what it takes. The same on every rung: it needs no GPU."""
+    if importlib.util.find_spec("triton") is None:
+        raise StepFailedError(
+            "Triton is missing, in which kernels are written: ROCm builds of PyTorch bring it, elsewhere pip install "
+            "megamoe-rocm[triton]",
+            {},
+        )
     code = "import json, megamoe_rocm.validate as v; print(json.dumps(v.list_code_objects()))"
     compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=compiled, capture_output=True, text=True, check=False)
