@@ -247,7 +247,7 @@ class _Builder:
     def add(self, name: str, region: Region | None, dims: tuple[int, ...], row_bytes: int) -> None:
         """Append an array, unless the format has no bytes for it (scales of bf16)."""
         if row_bytes:
-            offset = _end(self.arrays)
+            offset = _end(self.arrays[-1:])
             self.arrays.append(
                 Array(name=name, section=self.section, region=region, dims=dims, row_bytes=row_bytes, offset=offset)
             )
