@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="`nox -s engines-vllm` installs it and runs t
 
 import vllm_layers_of_tests as made
 from vllm import envs
-from vllm.config import OffloadConfig
+from vllm.config import OffloadConfig, ParallelConfig
 from vllm.config.offload import UVAOffloadConfig
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
@@ -51,6 +51,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_layers_of_tests import EXPERTS, HIDDEN, INTER, MAX_TOKENS, PREFIX, TOP_K, Case
 
 from megamoe.errors import BackendUnavailableError, CapacityError, ConfigError, SessionError, UnsupportedProblemError
@@ -134,6 +135,7 @@ def test_configurations_have_the_fields_that_are_read() -> None:
         field.name for field in fields(FusedMoEParallelConfig)
     }
     assert "is_padding" in {field.name for field in fields(ForwardContext)}
+    assert "worker_extension_cls" in {field.name for field in fields(ParallelConfig)}
     assert envs.VLLM_MOE_SKIP_PADDING is True
 
 
@@ -592,7 +594,8 @@ def test_layers_are_counted_on_request(engine: Any) -> None:
     made.run(config, first, x, logits)
     made.run(config, second, x, logits, is_padding=torch.arange(12) >= 7)
     rows = [torch.bincount(some.topk(TOP_K).indices.flatten(), minlength=EXPERTS) for some in (logits, logits[:7])]
-    (metrics,) = megamoe_vllm.WorkerExtension().megamoe_metrics()
+    extension = resolve_obj_by_qualname("megamoe.integrations.vllm.WorkerExtension")  # as a worker does
+    (metrics,) = extension().megamoe_metrics()
     assert metrics["rows_per_layer"] == {
         f"model.layers.{i}.mlp.experts": layer.tolist() for i, layer in enumerate(rows)
     }
