@@ -24,7 +24,7 @@ import torch
 
 from megamoe.backend import VirtualRanks
 from megamoe.errors import MegaMoEError
-from megamoe.problem import MoEProblem, Transport
+from megamoe.problem import ActFormat, MoEProblem, QuantMode, Transport
 from megamoe.reference.staged import staged
 from megamoe.tensors import ExpertWeights
 from megamoe.testing.data import make_weights, shard, with_tensors
@@ -44,6 +44,7 @@ class Mutation:
 
     `may_be_harmless`: an ordering that this machine may keep without the instruction; reported, not required.
     `after_a_failure`: shows only in calls behind one that failed.
+    `mode`: whose calls show it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Mutation:
     new: str
     may_be_harmless: bool = False
     after_a_failure: bool = False
+    mode: QuantMode = QuantMode.A8W8
 
 
 MUTATIONS = (
@@ -203,6 +205,136 @@ MUTATIONS = (
         new="return true;",
         after_a_failure=True,
     ),
+    Mutation(
+        name="cluster: stages given back to the own CTA only",
+        file="pipeline/stage_reader.cuh",
+        old="if (condition && alive && peer_empty != 0) ptx::mbarrier_arrive_in_cluster(peer_empty + 8 * stage);",
+        new="if (condition && peer_empty != 0) ptx::mbarrier_arrive(ring.empty(stage));",
+        mode=QuantMode.BF16,
+    ),
+    Mutation(
+        name="cluster: empty stages count one CTA's warps",
+        file="pipeline/ring.cuh",
+        old="cfg::kMathWarps * cfg::kClusterSize",
+        new="cfg::kMathWarps",
+        mode=QuantMode.BF16,
+    ),
+    Mutation(
+        name="cluster: weights not multicast",
+        file="roles/load.cuh",
+        old="constexpr uint16_t kAllCtas = (1 << cfg::kClusterSize) - 1;",
+        new="const uint16_t kAllCtas = 1 << rank_in_cluster();",
+        mode=QuantMode.BF16,
+    ),
+    Mutation(
+        name="cluster: the other CTA's half of the weights",
+        file="roles/load.cuh",
+        old="row + own * kRows, full, kAllCtas",
+        new="row + (own ^ 1) * kRows, full, kAllCtas",
+        mode=QuantMode.BF16,
+    ),
+    Mutation(
+        name="cluster: a claim read before it came",
+        file="pipeline/cluster.cuh",
+        old="leads ? phase ^ 1 : phase)",
+        new="phase ^ 1)",
+        mode=QuantMode.BF16,
+    ),
+    Mutation(
+        name="cluster: a claim sent over one that was not taken",
+        file="pipeline/cluster.cuh",
+        old="if (!wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, leads ? taken()",
+        new="if (!leads && !wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, leads ? taken()",
+        mode=QuantMode.BF16,
+        may_be_harmless=True,
+    ),
+    Mutation(
+        name="cluster: flags of a short block raised once",
+        file="schedule/units.cuh",
+        old="return cfg::kClusterSize == 1 || shares_weights() ? 1 : cfg::kClusterSize;",
+        new="return 1;",
+        mode=QuantMode.BF16,
+    ),
+    Mutation(
+        name="cluster: both CTAs take the first one's rows",
+        file="schedule/units.cuh",
+        old="            tile.ring_slot += rank;\n",
+        new="",
+        mode=QuantMode.BF16,
+    ),
+    Mutation(
+        name="cluster: CTAs don't meet before they write to each other",
+        file="sm90_mega_moe.cuh",
+        old="        ptx::cluster_arrive();\n        ptx::cluster_wait();\n",
+        new="",
+        mode=QuantMode.BF16,
+        may_be_harmless=True,
+    ),
+    Mutation(
+        name="cluster: a CTA ends before its peer",
+        file="roles/math.cuh",
+        old="    if constexpr (kInCluster) ptx::cluster_wait();\n",
+        new="",
+        mode=QuantMode.BF16,
+        may_be_harmless=True,
+    ),
+    Mutation(
+        name="scratch not fenced before bulk copies overwrite it",
+        file="sm90_mega_moe.cuh",
+        old="    ptx::fence_proxy_async_shared();\n",
+        new="",
+        may_be_harmless=True,
+    ),
+    Mutation(
+        name="converters: operands not fenced",
+        file="roles/convert.cuh",
+        old="            ptx::fence_proxy_async_shared();\n",
+        new="",
+        mode=QuantMode.A8W4,
+        may_be_harmless=True,
+    ),
+    Mutation(
+        name="converters: operands overwritten while they are read",
+        file="roles/convert.cuh",
+        old="if (!await_or_give_up(ring, ring.empty(previous % cfg::kNumStages), previous",
+        new="if (previous == 0 && !await_or_give_up(ring, ring.empty(previous % cfg::kNumStages), previous",
+        mode=QuantMode.A8W4,
+    ),
+    Mutation(
+        name="converters: packed weights not waited for",
+        file="roles/convert.cuh",
+        old="if (!await_or_give_up(ring, ring.packed_full(packed.stage), packed.phase)) return;",
+        new="",
+        mode=QuantMode.A8W4,
+    ),
+    Mutation(
+        name="converters: a stage is full after one warp",
+        file="pipeline/ring.cuh",
+        old="1 + (kConverts ? kConverterGroupWarps : 1)",
+        new="2",
+        mode=QuantMode.A8W4,
+    ),
+    Mutation(
+        name="converters: a packed stage is empty after one warp",
+        file="pipeline/ring.cuh",
+        old="ptx::mbarrier_init(packed_empty(stage), kConverterGroupWarps);",
+        new="ptx::mbarrier_init(packed_empty(stage), 1);",
+        mode=QuantMode.A8W4,
+    ),
+    Mutation(
+        name="converters: into the next buffer",
+        file="roles/convert.cuh",
+        old="converter.convert(packed.stage, block % cfg::kNumWeightBuffers);",
+        new="converter.convert(packed.stage, (block + 1) % cfg::kNumWeightBuffers);",
+        mode=QuantMode.A8W4,
+    ),
+    Mutation(
+        name="converters: both groups take every stage",
+        file="roles/convert.cuh",
+        old="if (kGroups > 1 && block % kGroups != group) continue;",
+        new="",
+        mode=QuantMode.A8W4,
+    ),
 )
 
 
@@ -216,10 +348,17 @@ class Case:
     flat_rows: bool = False  # every column of a pick's row is 1.9: a transport scale that is too small cuts it to 1.75
 
 
-def cases() -> Iterator[Case]:
+def cases(mode: QuantMode = QuantMode.A8W8) -> Iterator[Case]:
+    """Calls of a mode. In mode bf16 the 100 tokens give clusters units without tiles, and 1,200 shared weights."""
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 512, "num_experts": 8, "top_k": 2, "ep_size": 2}
+    sizes |= {"num_max_tokens_per_rank": 1200, "swiglu_limit": 1.5, "quant": mode}
+    if mode is not QuantMode.A8W8:
+        problem = MoEProblem(**sizes, act_format=ActFormat.FP8_1X128 if mode is QuantMode.A8W4 else None)
+        yield Case(problem=problem, num_tokens=100)
+        yield Case(problem=problem, num_tokens=1200, hot_rank=True)
+        return
     for transport in Transport:
-        problem = MoEProblem(**sizes, num_max_tokens_per_rank=1200, transport=transport, swiglu_limit=1.5)
+        problem = MoEProblem(**sizes, transport=transport)
         yield Case(problem=problem, num_tokens=100)
         yield Case(problem=problem, num_tokens=1200, hot_rank=True)
         yield Case(problem=problem, num_tokens=100, flat_rows=True)
@@ -271,7 +410,7 @@ def fault_in(case: Case) -> str | None:
     with torch.device("cuda"):
         expected = torch.cat(staged(problem, hidden, ids, router, weights).outputs).float()
     cuda = backend.CudaBackend()
-    for config in tiles_of(problem):
+    for config in reversed(tiles_of(problem)):  # m256 before what has no clusters
         with cuda.open(cuda.plan(problem, config=config), VirtualRanks(), timeout_s=TIMEOUT_S) as session:
             prepared = [session.prepare(share) for share in weights]
             for call in range(4):  # both parities, and counters that were left behind
@@ -286,11 +425,11 @@ def fault_in(case: Case) -> str | None:
     return None
 
 
-def run_mutant(headers: Path) -> None:
+def run_mutant(headers: Path, mode: QuantMode) -> None:
     """Body of a mutant's process: prints the first fault that a case shows, as a JSON line."""
     use_headers(headers)
     backend.SEEN_RIGHT_ON = "under test"
-    fault = next((fault for fault in map(fault_in, cases()) if fault), None)
+    fault = next((fault for fault in map(fault_in, cases(mode)) if fault), None)
     print(json.dumps({"fault": fault}), flush=True)
 
 
@@ -324,9 +463,9 @@ def failure_tests(headers: Path) -> None:
     sys.exit(pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "--timeout=30", "-k", names, str(tests)]))
 
 
-def outcome(headers: Path, after_a_failure: bool = False) -> str | None:
+def outcome(headers: Path, mode: QuantMode = QuantMode.A8W8, after_a_failure: bool = False) -> str | None:
     """How the mutant was caught, or None."""
-    command = [sys.executable, __file__, "--failures" if after_a_failure else "--mutant", str(headers)]
+    command = [sys.executable, __file__, "--failures" if after_a_failure else "--mutant", str(headers), mode.value]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -342,7 +481,7 @@ def outcome(headers: Path, after_a_failure: bool = False) -> str | None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--mutant"]:
-        return run_mutant(Path(sys.argv[2]))
+        return run_mutant(Path(sys.argv[2]), QuantMode(sys.argv[3]))
     if sys.argv[1:2] == ["--failures"]:
         return failure_tests(Path(sys.argv[2]))
     chosen = [mutation for mutation in MUTATIONS if not sys.argv[1:] or mutation.name in sys.argv[1:]]
@@ -350,8 +489,11 @@ def main() -> None:
         headers = [mutate(each, Path(directory) / str(index)) for index, each in enumerate(chosen)]
         missed = []
         with ThreadPoolExecutor(MUTANTS_AT_ONCE) as pool:
-            untouched = [pool.submit(outcome, codegen.INCLUDE_DIR, after_a_failure=after) for after in (False, True)]
-            runs = {pool.submit(outcome, path, each.after_a_failure): each for each, path in zip(chosen, headers)}
+            untouched = [pool.submit(outcome, codegen.INCLUDE_DIR, mode) for mode in {each.mode for each in chosen}]
+            untouched.append(pool.submit(outcome, codegen.INCLUDE_DIR, after_a_failure=True))
+            runs = {
+                pool.submit(outcome, path, each.mode, each.after_a_failure): each for each, path in zip(chosen, headers)
+            }
             faults = [fault for fault in (run.result() for run in untouched) if fault]
             print(f"none: {faults or 'passes'}", flush=True)
             for run in as_completed(runs):
