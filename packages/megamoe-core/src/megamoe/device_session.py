@@ -165,7 +165,7 @@ class DeviceSession(Session):
 
     def _require_healthy(self) -> None:
         """Raise if the session is closed, or if a call that has ended by now failed. Does not synchronise."""
-        if self.closed:
+        if self.closed:  # asked here, to spare every forward a call
             self.require_open()
         if self._failure is None:
             self._failure = self._find_failure()
