@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -120,6 +121,8 @@ def conformance_rocm(session: nox.Session) -> None:
     arguments = require_hardware(session, "rocm")
     install_rocm(session)
     session.env["MEGAMOE_ROCM_DEVICE"] = "gfx950"  # all that is written is run, whatever is claimed
+    heap = os.environ.get("MORI_SHMEM_HEAP_SIZE", "32G")  # a rank's process opens sessions of all sizes
+    session.env["MORI_SHMEM_HEAP_SIZE"] = heap
     step(session, "conformance.sh", "rocm", *arguments)
 
 
