@@ -33,7 +33,8 @@ from megamoe_rocm.planning import make_plan
 from megamoe_rocm.rungs import Rung
 from megamoe_rocm.symm_mori import HEAP_SIZE, heap_size
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these need Triton
+    from megamoe_rocm.runtime.launcher import Launcher
     from megamoe_rocm.unfused.pipeline import UnfusedPipeline
 
 NAME = "seed-gfx950"
@@ -237,7 +238,6 @@ def call_arguments(problem: MoEProblem, num_tokens: int, device: torch.device, *
 
 def _unfused(measurement: Measurement, rank: int) -> UnfusedPipeline:
     """COLLECTIVE. The unfused pipeline with the tile that the session picks for as many tokens."""
-    from megamoe_rocm.opening import make_launcher
     from megamoe_rocm.unfused.exchange import CollectiveExchange, Exchange
     from megamoe_rocm.unfused.mori_exchange import MoriExchange
     from megamoe_rocm.unfused.pipeline import UnfusedPipeline
@@ -257,8 +257,19 @@ def _unfused(measurement: Measurement, rank: int) -> UnfusedPipeline:
         exchange=exchange,
         tile=tile,
         num_programs=plan.device.num_sms * tile.programs_per_cu,
-        launcher=make_launcher(rungs.current()),
+        launcher=_launcher(),
     )
+
+
+def _launcher() -> Launcher:
+    """What runs the unfused pipeline's launches on the current rung."""
+    if rungs.current() is Rung.ISA:
+        from megamoe_rocm.isa.session import EmulatedLauncher
+
+        return EmulatedLauncher(REHEARSAL_RANKS[Rung.ISA])
+    from megamoe_rocm.opening import make_launcher
+
+    return make_launcher(rungs.current())
 
 
 def _require_same(got: Tensor, fused: Tensor, name: str) -> None:

@@ -56,3 +56,11 @@ def test_its_kernels_fit_as_the_fused_ones_do(layers: ModuleType, quant: str) ->
     for launch in launches:
         gemm = launch.kernel.__name__.startswith("expert_gemm")
         check(compile_launch(launch), Expectation(min_workgroups_per_cu=2 if gemm else None))
+
+
+def test_the_benchmark_has_it_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megamoe_rocm import bench
+    from megamoe_rocm.isa.session import EmulatedLauncher
+
+    monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "isa")
+    assert isinstance(bench._launcher(), EmulatedLauncher)
