@@ -55,7 +55,7 @@ IMPLEMENTED = frozenset(
 """What the kernel is written to do."""
 
 WORKSPACE_ALIGNMENT = 256  # bytes; TMA needs 16, torch's GPU allocator gives 512
-MAX_PICKS = 1 << 31  # picks of a rank are numbered in 31 bits
+MAX_ROWS = 1 << 31  # that a rank may receive: rows are counted, and a rank's picks numbered, in 31 bits
 
 
 class CudaBackend(Backend):
@@ -92,19 +92,17 @@ class CudaBackend(Backend):
                 return Verdict.no(Reason.SHAPE, f"{name} = {size} is not a multiple of {granule}")
         if problem.ep_size > MAX_RANKS:
             return Verdict.no(Reason.EP_SIZE, f"ep_size = {problem.ep_size} exceeds {MAX_RANKS}")
-        if problem.num_max_tokens_per_rank * problem.top_k >= MAX_PICKS:
-            return Verdict.no(Reason.CAPACITY, f"num_max_tokens_per_rank * top_k is not below {MAX_PICKS}")
+        if problem.ep_size * problem.num_max_tokens_per_rank * problem.top_k >= MAX_ROWS:
+            return Verdict.no(Reason.CAPACITY, f"ep_size * num_max_tokens_per_rank * top_k is not below {MAX_ROWS}")
         try:
-            config = session_config(problem, None)
-            for tile in config.tiles:
-                shared_memory(config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=1))
+            _require_room(problem, session_config(problem, None))
         except ConfigError as error:  # the plan of the pool grows with ranks and experts
             return Verdict.no(Reason.NUM_EXPERTS, str(error))
         return Verdict.yes()
 
     def configs(self, problem: MoEProblem) -> tuple[str, ...]:
-        """ "auto", which picks a tile per call, then each tile by name."""
-        return config_names(problem)
+        """ "auto", which picks a tile per call, then each tile by name that has room for the problem's tables."""
+        return tuple(name for name in config_names(problem) if _has_room(problem, name))
 
     def plan(self, problem: MoEProblem, device: DeviceSpec | None = None, *, config: str | None = None) -> Plan:
         """See `Backend.plan`.
@@ -118,6 +116,7 @@ class CudaBackend(Backend):
         if device.arch != ARCH:
             raise ConfigError("backend cuda does not compile for this device", got=device.arch, expected=ARCH)
         chosen = session_config(problem, config)
+        _require_room(problem, chosen)
         kernel = chosen.kernel(problem, chosen.tiles[0], num_virtual_ranks=1, ctas_per_rank=device.num_sms)
         return Plan(
             backend=self.name, problem=problem, device=device, config=chosen, workspace=kernel_workspace(kernel)
@@ -165,6 +164,20 @@ class CudaBackend(Backend):
             session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
             session.start()
         return session
+
+
+def _require_room(problem: MoEProblem, config: SessionConfig) -> None:
+    """Raise ConfigError where a tile's kernel has not enough shared memory, on however many SMs."""
+    for tile in config.tiles:
+        shared_memory(config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=1))
+
+
+def _has_room(problem: MoEProblem, name: str) -> bool:
+    try:
+        _require_room(problem, session_config(problem, name))
+    except ConfigError:
+        return False
+    return True
 
 
 def _provider(group: Any, ranks: Ranks | None, device: torch.device, timeout_s: float) -> Group | None:

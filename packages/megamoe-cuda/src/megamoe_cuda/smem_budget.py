@@ -30,6 +30,7 @@ OPERAND_TABLE_BYTES = 8  # read at once
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
 BULK_ALIGNMENT = 128  # bulk copies want 16
 MAX_PULL_SLOTS = 4  # rows in flight per dispatch warp
+FEWER_EXPERTS = "tables in it grow with experts and ranks: plan fewer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     weights = activations + tile.num_stages * activation_stage
     packed = weights + weight_buffers * weight_stage
     scales = packed + tile.packed_stages * PACKED_STAGE_BYTES
+    _require_route_scratch(config, scales)
     staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
     exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
     exchanges_amax = config.has_row_scales and not config.split_m and tile.swapped_rows < tile.block_m
@@ -117,7 +119,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
             "the kernel's shared memory does not fit",
             got=pull + pull_slot,
             expected=f"at most {MAX_DYNAMIC_BYTES} bytes",
-            hint="use fewer stages",
+            hint=FEWER_EXPERTS,
         )
     dispatch_warps = MAX_DISPATCH_WARPS if rows_in_flight >= 2 * MAX_DISPATCH_WARPS else 1
     pull_slots = min(rows_in_flight // dispatch_warps, MAX_PULL_SLOTS)
@@ -152,6 +154,19 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         pull_slot_bytes=pull_slot,
         num_bytes=pull + dispatch_warps * pull_slots * pull_slot,
     )
+
+
+def _require_route_scratch(config: KernelConfig, stages_bytes: int) -> None:
+    """Routing uses the stages before they are in use: picks by expert, twice, and first entries by owner and expert
+    (RouteScratch of roles/route.cuh)."""
+    scratch = WORD_BYTES * (3 * config.num_experts + config.num_ranks)
+    if scratch > stages_bytes:
+        raise ConfigError(
+            "the tables of routing do not fit the shared memory of the pipeline's stages",
+            got=scratch,
+            expected=f"at most {stages_bytes} bytes",
+            hint=FEWER_EXPERTS,
+        )
 
 
 def _weight_scale_bytes(config: KernelConfig) -> int:

@@ -10,7 +10,7 @@ from megamoe_rocm.kernels.workspace import kernel_workspace
 from megamoe_rocm.weights import BACKEND
 
 MAX_RANKS = 8  # GPUs of a node, among which memory can be addressed; kernels/plan.py handles that many at once
-MAX_PICKS = 2**31 - 1  # token * top_k + slot is an int32
+MAX_ROWS = 2**31 - 1  # that a rank may receive: rows are counted, and a rank's picks numbered, in int32
 MAX_EXPERT_BYTES = 2**31 - 1  # offsets within one expert's weights are 32-bit; its base is 64-bit
 
 
@@ -27,8 +27,8 @@ def check_limits(problem: MoEProblem) -> Verdict:
         return Verdict.no(Reason.SHAPE, f"an expert's w13 exceeds {MAX_EXPERT_BYTES} bytes")
     if problem.ep_size > MAX_RANKS:
         return Verdict.no(Reason.EP_SIZE, f"ep_size = {problem.ep_size} exceeds {MAX_RANKS}, the GPUs of a node")
-    if problem.num_max_tokens_per_rank * problem.top_k > MAX_PICKS:
-        return Verdict.no(Reason.CAPACITY, f"num_max_tokens_per_rank * top_k is above {MAX_PICKS}")
+    if problem.ep_size * problem.num_max_tokens_per_rank * problem.top_k > MAX_ROWS:
+        return Verdict.no(Reason.CAPACITY, f"ep_size * num_max_tokens_per_rank * top_k is above {MAX_ROWS}")
     return Verdict.yes()
 
 

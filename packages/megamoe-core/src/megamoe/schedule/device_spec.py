@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megamoe.errors import ConfigError
+
 KIB = 1 << 10
 MIB = 1 << 20
 
@@ -29,6 +31,9 @@ class DeviceSpec:
         fp4_flops: dense FP4 matrix rate, FLOP/s.
         link_push_bytes_per_s: remote stores to peers, bytes per second and direction.
         link_pull_bytes_per_s: remote loads from peers, bytes per second and direction.
+
+    Raises:
+        ConfigError: `num_sms` is no positive integer.
     """
 
     name: str
@@ -43,6 +48,15 @@ class DeviceSpec:
     fp4_flops: float | None = None
     link_push_bytes_per_s: float | None = None
     link_pull_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_sms, bool) or not isinstance(self.num_sms, int) or self.num_sms < 1:
+            raise ConfigError(
+                f"a share of {self.name} without SMs",
+                got=repr(self.num_sms),
+                expected="num_sms of at least 1",
+                hint="lower MEGAMOE_RANKS_PER_GPU, where ranks share a GPU",
+            )
 
 
 H200 = DeviceSpec(
