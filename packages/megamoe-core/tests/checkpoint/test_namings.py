@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megamoe.checkpoint import NAMINGS, LayerCheckpoint, TensorFiles, find_layer, moe_layers
+from megamoe.errors import CheckpointError
 from megamoe.formats import FP8_128X128, MXFP4
 from megamoe.problem import Activation
 from megamoe.tensors import Bf16Weights, ExpertWeights, Fp8BlockWeights, GateUpLayout, Mxfp4Weights
@@ -189,6 +190,15 @@ def test_sizes_come_from_config_json(tmp_path: Path) -> None:
     assert layer.stored.swiglu_limit == 5.0
     (tmp_path / "config.json").unlink()
     assert find_layer(TensorFiles.find([tmp_path]), 1).stored.swiglu_limit == 7.0
+
+
+@pytest.mark.parametrize("limit", ['"x"', "[1]", "true", "-1", "NaN", "Infinity"])
+@pytest.mark.parametrize("is_oss", [True, False], ids=["gpt-oss", "deepseek"])
+def test_a_limit_that_is_no_number_is_refused(is_oss: bool, limit: str, tmp_path: Path) -> None:
+    tensors, _ = _gpt_oss_mxfp4() if is_oss else _deepseek()
+    (tmp_path / "config.json").write_text(f'{{"swiglu_limit": {limit}}}')
+    with pytest.raises(CheckpointError, match="config.json's swiglu_limit is no number above 0"):
+        _find(tensors, tmp_path)
 
 
 def _find(tensors: Files, path: Path) -> LayerCheckpoint:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from megamoe.checkpoint import Router, TensorFiles, find_layer, load_router
-from megamoe.errors import CheckpointError
+from megamoe.errors import CheckpointError, ConfigError
 
 EYE = torch.eye(4)  # logits are the tokens themselves
 
@@ -44,6 +44,21 @@ def test_a_correction_bias_chooses_but_does_not_weigh_and_groups_come_first() ->
     assert grouped(logits)[0].sort().values.tolist() == [[2, 3]]
 
 
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        ({"top_k": 5}, "so many experts for a token; got 5; expected 1 to 4"),
+        ({"top_k": 3, "num_groups": 2}, "so many experts for a token; got 3; expected 1 to 2"),  # others are barred
+        ({"top_k": 1, "num_groups": 3}, "do not share out the experts"),
+        ({"top_k": 1, "num_groups": 2, "top_groups": 3}, "do not share out the experts"),
+    ],
+    ids=str,
+)
+def test_a_choice_that_there_is_none_of_is_refused(fields: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Router(weight=EYE, correction_bias=torch.zeros(4), **fields)  # type: ignore[arg-type]
+
+
 def test_the_files_say_which_router(tmp_path: Path) -> None:
     prefix = "model.layers.0.mlp"
     experts = {
@@ -72,3 +87,6 @@ def test_the_files_say_which_router(tmp_path: Path) -> None:
         router({})
     with pytest.raises(CheckpointError, match=r"gate\.weight .* wrong shape"):
         router({}, **{"gate.weight": torch.randn(5, 8)})
+    for key, value in (("n_group", "x"), ("topk_group", [1]), ("n_group", -1), ("routed_scaling_factor", True)):
+        with pytest.raises(CheckpointError, match=f"config.json's {key} is no number above 0"):
+            router({key: value}, **deepseek)

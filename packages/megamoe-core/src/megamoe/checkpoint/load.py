@@ -12,6 +12,7 @@ from torch import Tensor
 from megamoe.checkpoint.convert import convert
 from megamoe.checkpoint.files import TensorFiles
 from megamoe.checkpoint.namings import NAMINGS, Naming, StoredLayer
+from megamoe.checkpoint.namings.base import positive
 from megamoe.errors import CheckpointError, ConfigError
 from megamoe.problem import QuantMode
 from megamoe.tensors import ExpertWeights
@@ -88,9 +89,8 @@ def find_layer(files: TensorFiles, layer: int) -> LayerCheckpoint:
         files = replace(files, where={name: files.where[name] for name in names})
         with files.open() as reader:
             stored = naming.describe(reader, prefix, files.config)
-        limit = files.config.get("swiglu_limit")
-        if stored.swiglu_limit is None and isinstance(limit, int | float) and limit > 0:
-            stored = replace(stored, swiglu_limit=float(limit))
+        if stored.swiglu_limit is None and files.config.get("swiglu_limit"):
+            stored = replace(stored, swiglu_limit=float(positive(files.config, "swiglu_limit", 1.0)))
         return LayerCheckpoint(files=files, stored=stored)
     wanted = "; ".join(f"{naming.looks_for(layer)} ({naming.name})" for naming in NAMINGS)
     there = moe_layers(files)

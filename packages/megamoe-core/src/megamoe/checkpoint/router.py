@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megamoe.checkpoint.load import LayerCheckpoint
-from megamoe.checkpoint.namings.base import FLOATS
+from megamoe.checkpoint.namings.base import FLOATS, positive
 from megamoe.checkpoint.namings.mixtral import Mixtral
-from megamoe.errors import CheckpointError
+from megamoe.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,9 @@ class Router:
         softmax_last: softmax over the chosen logits instead of over all.
         normalize: divide the weights by their sum.
         scale: factor of all weights.
+
+    Raises:
+        ConfigError: groups that do not share out the experts, or more picks than experts that are eligible.
     """
 
     weight: Tensor
@@ -48,6 +51,20 @@ class Router:
     softmax_last: bool = False
     normalize: bool = False
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        experts, groups = self.weight.shape[0], self.num_groups
+        if groups < 1 or experts % groups or not 1 <= self.top_groups <= groups:
+            raise ConfigError(
+                "these groups do not share out the experts",
+                got=f"the best {self.top_groups} of {groups} groups, {experts} experts",
+                expected="a number of groups that divides the experts, and at most so many best ones",
+            )
+        eligible = experts // groups * self.top_groups
+        if not 1 <= self.top_k <= eligible:
+            raise ConfigError(
+                "the router can't choose so many experts for a token", got=self.top_k, expected=f"1 to {eligible}"
+            )
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """ids `[T, K]` int64 and weights `[T, K]` FP32 of `[T, H]` tokens."""
@@ -80,7 +97,8 @@ def load_router(layer: LayerCheckpoint, top_k: int) -> Router:
     """The router of `layer`.
 
     Raises:
-        CheckpointError: the files hold none in a naming that is known.
+        CheckpointError: the files hold none in a naming that is known, or config.json's numbers are none.
+        ConfigError: see `Router`.
     """
     stored, config = layer.stored, layer.files.config
     shape = (stored.num_experts, stored.hidden_size)
@@ -108,9 +126,9 @@ def load_router(layer: LayerCheckpoint, top_k: int) -> Router:
         weight=weight,
         top_k=top_k,
         correction_bias=correction,
-        num_groups=int(config.get("n_group") or 1) if correction is not None else 1,
-        top_groups=int(config.get("topk_group") or 1),
+        num_groups=int(positive(config, "n_group", 1)) if correction is not None else 1,
+        top_groups=int(positive(config, "topk_group", 1)) if correction is not None else 1,
         # Mixtral always normalises and has no field that says so.
         normalize=bool(config.get("norm_topk_prob", stored.naming == Mixtral.name)),
-        scale=float(config.get("routed_scaling_factor") or 1.0),
+        scale=float(positive(config, "routed_scaling_factor", 1.0)),
     )

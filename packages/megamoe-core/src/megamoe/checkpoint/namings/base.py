@@ -113,6 +113,23 @@ def expert_count(found: int, config: Mapping[str, Any]) -> int:
     return found
 
 
+def positive(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A number of the model's configuration; `default` where it is not there, null or 0.
+
+    Raises:
+        CheckpointError: it is no number above 0.
+    """
+    value = config.get(key) or default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise CheckpointError(
+            f"config.json's {key} is no number above 0",
+            got=repr(value),
+            expected=f"{default:g}, say",
+            hint="copy config.json again from the checkpoint's source",
+        )
+    return value
+
+
 def as_bf16(tensor: Tensor) -> Tensor:
     """BF16 weights; FP32 and FP16 checkpoints are rounded to nearest even."""
     return tensor.to(torch.bfloat16)

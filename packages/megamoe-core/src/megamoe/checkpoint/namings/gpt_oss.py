@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megamoe.checkpoint.files import TensorReader
-from megamoe.checkpoint.namings.base import E8M0_BYTES, FLOATS, Naming, StoredLayer, as_bf16
+from megamoe.checkpoint.namings.base import E8M0_BYTES, FLOATS, Naming, StoredLayer, as_bf16, positive
 from megamoe.errors import CheckpointError
 from megamoe.problem import Activation
 from megamoe.tensors import Bf16Weights, ExpertWeights, GateUpLayout, Mxfp4Weights
@@ -44,7 +44,7 @@ def _with_activation(layer: StoredLayer, config: Mapping[str, Any]) -> StoredLay
         raise CheckpointError(
             "config.json asks for another activation", got=f"swiglu_alpha {alpha}", expected=f"swiglu_alpha {ALPHA}"
         )
-    limit = float(config.get("swiglu_limit") or DEFAULT_LIMIT)
+    limit = float(positive(config, "swiglu_limit", DEFAULT_LIMIT))
     return replace(layer, activation=Activation.SWIGLU_OAI, swiglu_limit=limit, expert_bias=True)
 
 
