@@ -11,8 +11,8 @@ Facts, amd-mori 1.2.4 (mori/ops/dispatch_combine.py and src/ops/dispatch_combine
 - `dispatch(input, weights, scales, indices)` takes rows of a dtype whose kernel it has, MXFP4 as float4_e2m1fn_x2 of
   H / 2 items, int32 ids, and returns views of fixed buffers: rows, weights, scales, ids, and how many rows came.
 - `combine(input, None, indices)` adds the rows of a token's ranks without weights; `indices` are those of this rank's
-  own dispatch. `call_reset=True` makes the operator ready for the next dispatch, as Mori's guide asks for; in this release
-  it does nothing, and the ranks' barrier counts on the device, so a captured call can be replayed.
+  own dispatch. `call_reset=True` is what Mori's guide asks for before the next dispatch; here it does nothing, and
+  the ranks' barrier counts on the device, so a captured call can be replayed.
 - The blockwise FP8 combine takes the blocks of a row from MORI_FP8_COMBINE_SCALE_DIM when the operator is made.
 """
 
