@@ -14,6 +14,7 @@ from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import H200, MI355X
 from megamoe.symm import InprocGroup
 from megamoe_cuda import backend as cuda_backend
+from megamoe_cuda.aot import builds
 from megamoe_cuda.backend import IMPLEMENTED, CudaBackend
 
 SEED = MoEProblem(
@@ -129,6 +130,10 @@ def test_every_configuration_can_be_pinned_by_name() -> None:
 def test_a_plan_for_fewer_sms_leaves_the_others_free_and_keeps_the_workspace() -> None:
     fewer = BACKEND.plan(SEED, replace(H200, num_sms=116))
     assert fewer.workspace == BACKEND.plan(SEED).workspace
+    bf16 = replace(SEED, quant="bf16")
+    shares = [BACKEND.plan(bf16, replace(H200, num_sms=116), config=name).config for name in (None, "m256")]
+    assert [max(tile.cluster_size for tile in config.tiles) for config in shares] == [1, 2]
+    assert {b.kernel.session_rings for b in builds(bf16, num_sms=116)} == {shares[0].rings}
     with pytest.raises(ConfigError, match="does not compile for this device"):
         BACKEND.plan(SEED, MI355X)
 

@@ -172,7 +172,7 @@ def test_clusters_are_offered_where_their_ctas_share_out_all_columns() -> None:
             config.kernel(odd, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
 
 
-@pytest.mark.parametrize("num_ctas, used", [(132, 132), (33, 32), (1, 2)])
+@pytest.mark.parametrize("num_ctas, used", [(132, 132), (33, 32), (2, 2)])
 def test_clusters_leave_an_odd_cta_out(num_ctas: int, used: int) -> None:
     problem = replace(SEED, quant="bf16")
     config = session_config(problem, M256.name)
@@ -180,6 +180,18 @@ def test_clusters_leave_an_odd_cta_out(num_ctas: int, used: int) -> None:
     assert kernel.ctas_per_rank == used
     with pytest.raises(ConfigError, match="do not share out these CTAs"):
         replace(kernel, ctas_per_rank=33)
+    with pytest.raises(ConfigError, match="do not share out these CTAs; got 0"):  # a share of one SM
+        config.kernel(problem, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=1)
+
+
+def test_clusters_are_for_plans_that_have_the_gpu_to_themselves() -> None:
+    bf16 = replace(SEED, quant="bf16")
+    whole, share = session_config(bf16, None), session_config(bf16, None, num_sms=131)
+    assert [tile.name for tile in whole.tiles] == ["m64", "m128", M256.name]
+    assert (share.tiles, share.rings) == (whole.tiles[:-1], whole.rings[:-1])
+    assert share.tile_for(bf16, 8192).name == "m128"
+    assert session_config(bf16, M256.name, num_sms=131) == session_config(bf16, M256.name)
+    assert session_config(SEED, None, num_sms=66) == session_config(SEED, None)
 
 
 def test_a_lag_is_whole_groups() -> None:
@@ -201,6 +213,7 @@ def test_a_lag_is_whole_groups() -> None:
         {"math_registers": 232},
         {"converter_warps": 4, "converter_registers": 56, "packed_stages": 2, "operand_buffers": 3},
         {"converter_warps": 8, "converter_registers": 24, "packed_stages": 3, "operand_buffers": 2},
+        {"converter_warps": 2, "converter_registers": 24, "packed_stages": 2, "operand_buffers": 2},
         {"block_m": 256},  # without a cluster
         {"cluster_size": 4, "block_m": 256},
     ],

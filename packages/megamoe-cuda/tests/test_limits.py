@@ -13,7 +13,7 @@ from megamoe.errors import ConfigError
 from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import H200
 from megamoe_cuda.backend import CudaBackend
-from megamoe_cuda.heuristics import SessionConfig
+from megamoe_cuda.heuristics import M256, SessionConfig
 from megamoe_cuda.jit.codegen import kernel_source
 from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES, shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
@@ -52,6 +52,8 @@ def test_what_is_supported_can_be_planned_and_compiled(seed: int) -> None:
         return
     num_sms = random.Random(seed).choice([1, 66, 131, 132])
     for name in BACKEND.configs(problem):
+        if name == M256.name and num_sms < M256.cluster_size:
+            continue  # refused
         plan = BACKEND.plan(problem, replace(H200, num_sms=num_sms), config=name)
         config = plan.config
         assert isinstance(config, SessionConfig)
@@ -59,7 +61,7 @@ def test_what_is_supported_can_be_planned_and_compiled(seed: int) -> None:
         for tile, ring in zip(config.tiles, config.rings, strict=True):
             for virtual in {1, problem.ep_size}:
                 kernel = config.kernel(
-                    problem, tile, num_virtual_ranks=virtual, ctas_per_rank=max(num_sms // virtual, 1)
+                    problem, tile, num_virtual_ranks=virtual, ctas_per_rank=max(num_sms // virtual, tile.cluster_size)
                 )
                 assert shared_memory(kernel).num_bytes <= MAX_DYNAMIC_BYTES
                 assert kernel_workspace(kernel) == plan.workspace

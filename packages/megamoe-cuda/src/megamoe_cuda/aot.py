@@ -43,15 +43,15 @@ def builds(
         problem: what the session runs.
         config: name of a configuration to pin, or None.
         virtual: whether one GPU runs all ranks.
-        num_sms: SMs that the kernels take.
+        num_sms: SMs that the kernels take, as in the plan of the session.
 
     Raises:
-        ConfigError: a virtual rank would be left without an SM.
+        ConfigError: a virtual rank would be left without an SM, or with too few for a cluster.
     """
     num_virtual_ranks = problem.ep_size if virtual else 1
     if num_sms < num_virtual_ranks:
         raise ConfigError("more virtual ranks than SMs", got=num_virtual_ranks, expected=f"at most {num_sms}")
-    chosen = session_config(problem, config)
+    chosen = session_config(problem, config, num_sms=num_sms)
     for tile in chosen.tiles:
         kernel = chosen.kernel(
             problem, tile, num_virtual_ranks=num_virtual_ranks, ctas_per_rank=num_sms // num_virtual_ranks

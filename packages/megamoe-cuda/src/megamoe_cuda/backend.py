@@ -110,12 +110,15 @@ class CudaBackend(Backend):
         `device.num_sms` is how many SMs the kernel takes: `dataclasses.replace(H200, num_sms=116)` leaves 16 of an H200
         to kernels that run beside it, and an H20 has 78. Without `device` it is an H200, or a rank's share of one where
         `MEGAMOE_RANKS_PER_GPU` makes ranks share it.
+
+        With fewer SMs than an H200's, the default configuration has no clusters, which need pairs of neighbouring SMs
+        that other kernels may break up. `config="m256"` pins them for all calls, where a GPU is smaller and all free.
         """
         self.require(problem)
         device = device or replace(H200, num_sms=H200.num_sms // env.ranks_per_gpu())
         if device.arch != ARCH:
             raise ConfigError("backend cuda does not compile for this device", got=device.arch, expected=ARCH)
-        chosen = session_config(problem, config)
+        chosen = session_config(problem, config, num_sms=device.num_sms)
         _require_room(problem, chosen)
         kernel = chosen.kernel(problem, chosen.tiles[0], num_virtual_ranks=1, ctas_per_rank=device.num_sms)
         return Plan(
@@ -169,7 +172,7 @@ class CudaBackend(Backend):
 def _require_room(problem: MoEProblem, config: SessionConfig) -> None:
     """Raise ConfigError where a tile's kernel has not enough shared memory, on however many SMs."""
     for tile in config.tiles:
-        shared_memory(config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=1))
+        shared_memory(config.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=tile.cluster_size))
 
 
 def _has_room(problem: MoEProblem, name: str) -> bool:

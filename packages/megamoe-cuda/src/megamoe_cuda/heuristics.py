@@ -14,6 +14,7 @@ from math import inf
 from megamoe import backend
 from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, QuantMode, Transport
+from megamoe.schedule.device_spec import H200
 from megamoe.schedule.simulate import Tiling
 from megamoe.schedule.tiles import ceil_div, round_up
 from megamoe.schedule.waves import Ring, default_ring, live_blocks
@@ -159,11 +160,15 @@ class SessionConfig(backend.KernelConfig):
     def kernel(
         self, problem: MoEProblem, tile: TileConfig, *, num_virtual_ranks: int, ctas_per_rank: int
     ) -> KernelConfig:
-        """What the kernel of `tile` is compiled for."""
+        """What the kernel of `tile` is compiled for. Clusters leave an odd CTA out.
+
+        Raises:
+            ConfigError: a cluster has more CTAs than the rank.
+        """
         return KernelConfig(
             num_ranks=problem.ep_size,
             num_virtual_ranks=num_virtual_ranks,
-            ctas_per_rank=max(ctas_per_rank // tile.cluster_size, 1) * tile.cluster_size,
+            ctas_per_rank=ctas_per_rank // tile.cluster_size * tile.cluster_size,
             num_local_experts=problem.num_local_experts,
             hidden_size=problem.hidden_size,
             intermediate_size=round_up(problem.intermediate_size, BLOCK_K),
@@ -256,8 +261,15 @@ def config_names(problem: MoEProblem) -> tuple[str, ...]:
     return (AUTO, *tiles_of(problem))
 
 
-def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
+def session_config(problem: MoEProblem, name: str | None, *, num_sms: int = H200.num_sms) -> SessionConfig:
     """The configuration called `name`; None is "auto".
+
+    Args:
+        problem: what the session runs.
+        name: one of `config_names`, or None.
+        num_sms: SMs that its kernels take. Where that is fewer than an H200 has, other kernels may run on the rest, and
+            "auto" has no clusters: their CTAs start in pairs on neighbouring SMs, and another kernel may hold one of a
+            pair until this one has run.
 
     Raises:
         ConfigError: there is none of that name.
@@ -265,16 +277,17 @@ def session_config(problem: MoEProblem, name: str | None) -> SessionConfig:
     name, names = name or AUTO, config_names(problem)
     if name not in names:
         raise ConfigError("no such configuration of backend cuda", got=repr(name), expected=" or ".join(names))
-    tiles = _tiles_up_to_capacity(problem) if name == AUTO else (tiles_of(problem)[name],)
+    tiles = _tiles_up_to_capacity(problem, num_sms) if name == AUTO else (tiles_of(problem)[name],)
     rings = tuple(_ring(problem, tile) for tile in tiles)
     tiles = tuple(_with_room_for_rows(problem, tile, ring) for tile, ring in zip(tiles, rings, strict=True))
     return SessionConfig(name=name, tiles=tiles, rings=rings)
 
 
-def _tiles_up_to_capacity(problem: MoEProblem) -> tuple[TileConfig, ...]:
+def _tiles_up_to_capacity(problem: MoEProblem, num_sms: int) -> tuple[TileConfig, ...]:
     """All tiles that some call can use: those for more rows than a full call has are left out."""
     full = problem.num_max_tokens_per_rank * problem.top_k / problem.num_local_experts
-    tiles = tuple(tiles_of(problem).values())
+    alone = num_sms >= H200.num_sms
+    tiles = tuple(tile for tile in tiles_of(problem).values() if alone or tile.cluster_size == 1)
     most_rows = _most_rows_per_expert(problem)
     fewer = sum(full > most_rows[tile.name] for tile in tiles)
     return tiles[: fewer + 1]
@@ -286,7 +299,7 @@ def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> Ti
     for fewer in candidates:
         config = SessionConfig(name=tile.name, tiles=(fewer,), rings=(ring,))
         try:
-            memory = shared_memory(config.kernel(problem, fewer, num_virtual_ranks=1, ctas_per_rank=1))
+            memory = shared_memory(config.kernel(problem, fewer, num_virtual_ranks=1, ctas_per_rank=fewer.cluster_size))
         except ConfigError:
             continue
         if memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode(problem.quant)]:

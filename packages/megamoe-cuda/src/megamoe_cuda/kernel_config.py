@@ -16,7 +16,7 @@ NUM_MATH_WARPS = 8  # two warpgroups
 BLOCK_N = 256  # columns of a tile: 128 finished channels of GEMM1
 BLOCK_K = 128  # bytes of K in a stage; in FP8 one activation scale, one weight scale, one promotion
 PREFETCHED_K_BLOCKS = 6  # of a CTA's first tile, while ranks exchange counts; 32 KiB each, 25 of an H200's 50 MiB of L2
-MAX_K = 64 * BLOCK_K  # elements; a lane holds the weight scales of two K blocks
+MAX_K = 64 * BLOCK_K  # elements; the longest rows that are tested
 RAGGED_GRANULE = 32  # elements of a row that need not be whole 128-blocks: a scale of the FP8 transport
 SWAPPED_ROWS = (8, 16, 32, 64)  # columns of WGMMAs with swapped operands (ptx/wgmma_few_columns.cuh)
 CLUSTER_SIZES = (1, 2)
@@ -29,10 +29,13 @@ NUM_REGISTERS = 65536  # of an SM
 class TileConfig:
     """Shape and pipeline of the GEMM tiles.
 
+    Refused is what the kernel has no code for, or would wait for ever with. What is left is more than `heuristics.py`
+    offers and tests run: blocks of 8, 16 or 64 rows that all have swapped operands, for one.
+
     Attributes:
         name: what `plan(problem, config=...)` calls it.
         block_m: rows of a block: 64 or 128 for each CTA of a cluster; fewer where all blocks have swapped operands.
-        num_stages: shared-memory stages of 128 of K.
+        num_stages: shared-memory stages of 128 bytes of K.
         swapped_rows: blocks of up to so many rows are multiplied with swapped operands: the weights are the wide one,
             and rows are not padded to 64.
         box_rows: rows that one bulk copy of activations brings; copies without a valid row are left out. A divisor of
@@ -64,13 +67,15 @@ class TileConfig:
             raise ConfigError("the SM90 kernel has no such clusters", got=self.cluster_size, expected=CLUSTER_SIZES)
         heights = (64, 128) if self.swapped_rows < self.block_m else SWAPPED_ROWS
         if self.block_m not in {height * self.cluster_size for height in heights}:
-            raise ConfigError("the SM90 kernel has no such tile height", got=self.tile_m, expected="64 or 128")
+            raise ConfigError("the SM90 kernel has no such tile height", got=self.tile_m, expected=heights)
         if self.swapped_rows not in (0, *SWAPPED_ROWS) or self.swapped_rows > self.block_m:
             raise ConfigError("no operands are swapped for such rows", got=self.swapped_rows, expected=SWAPPED_ROWS)
         if self.tile_m % self.box_rows or self.box_rows % 8:
             raise ConfigError("bulk copies of so many rows do not fill a block", got=self.box_rows)
         if self.operand_buffers and self.num_stages % self.operand_buffers:
             raise ConfigError("stages take turns in the buffers of operands", got=self.num_stages)
+        if self.converter_warps % CONVERTER_GROUP_WARPS:
+            raise ConfigError("converter warps are no whole warpgroups", got=self.converter_warps)
         if self.packed_stages % max(self.converter_groups, 1):
             raise ConfigError("groups of converter warps do not share out packed stages", got=self.packed_stages)
         num_registers = (
@@ -121,6 +126,9 @@ def row_granule(quant: QuantMode) -> int:
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """One compiled kernel.
+
+    As with `TileConfig`, more is compiled than sessions ask for: swapped operands with biases in mode a8w8, for one,
+    and copies of activations narrower than a tile in mode bf16.
 
     Attributes:
         num_ranks: EP size.
@@ -192,7 +200,12 @@ class KernelConfig:
         if any(number % size for number in tiles):
             raise ConfigError(f"clusters of {size} CTAs do not share out these column tiles", got=tiles)
         if self.ctas_per_rank % size or not self.ctas_per_rank:
-            raise ConfigError(f"clusters of {size} CTAs do not share out these CTAs", got=self.ctas_per_rank)
+            raise ConfigError(
+                f"clusters of {size} CTAs do not share out these CTAs",
+                got=self.ctas_per_rank,
+                expected=f"a multiple of {size} for each rank",
+                hint="give ranks more SMs, or pin a configuration without clusters",
+            )
 
     @property
     def num_experts(self) -> int:

@@ -341,13 +341,16 @@ class CudaSession(DeviceSession):
     def stamps_ns(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Times of the last call, [driven rank][CTA][point of `TRACE_POINTS`]; 0 where there was none. Synchronises.
 
+        Clusters leave an odd CTA out, which then has no row.
+
         Raises:
             SessionError: `keep_trace` was not called before it.
         """
         self.require_open()
         if self._stamps is None:
             raise SessionError("this session keeps no trace", hint="call keep_trace() before forward()")
-        return tuple(tuple(map(tuple, ctas)) for ctas in self._stamps.tolist())
+        ctas_per_rank = self._kernel_config(self._last_tile).ctas_per_rank  # rows behind may hold an earlier call's
+        return tuple(tuple(map(tuple, ctas)) for ctas in self._stamps[:, :ctas_per_rank].tolist())
 
 
 class _Call(NamedTuple):

@@ -44,10 +44,12 @@ def problems(ep_sizes: tuple[int, ...]) -> Iterator[MoEProblem]:
 def kernels(problem: MoEProblem, virtual: bool) -> Iterator[KernelConfig]:
     """Kernels of a session of `problem` that keeps taps, as cases of the matrix do."""
     num_virtual_ranks = problem.ep_size if virtual else 1
-    ctas_per_rank = H200.num_sms // (problem.ep_size if virtual else env.ranks_per_gpu())
-    config = session_config(problem, None).tapped()
+    num_sms = H200.num_sms if virtual else H200.num_sms // env.ranks_per_gpu()
+    config = session_config(problem, None, num_sms=num_sms).tapped()
     for tile in config.tiles:
-        yield config.kernel(problem, tile, num_virtual_ranks=num_virtual_ranks, ctas_per_rank=ctas_per_rank)
+        yield config.kernel(
+            problem, tile, num_virtual_ranks=num_virtual_ranks, ctas_per_rank=num_sms // num_virtual_ranks
+        )
 
 
 def bench_kernels(num_gpus: int) -> Iterator[KernelConfig]:

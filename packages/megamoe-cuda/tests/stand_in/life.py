@@ -10,7 +10,7 @@ import torch
 from megamoe.backend import VirtualRanks
 from megamoe.bench.trace import bars
 from megamoe.errors import InputError, MegaMoETimeoutError, SessionError, WorkspaceError
-from megamoe.problem import MoEProblem
+from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200
 from megamoe.symm import PeerMemory
 from megamoe.testing.data import make_weights, shard
@@ -144,3 +144,24 @@ def test_a_trace_is_kept_on_request_and_drawn() -> None:
         assert len(found) == 2 * (H200.num_sms // 2) * len(trace.spans)
         assert found[0, 0, "stage and route"] == (0.0, 1.0)
         assert found[1, 1, "multiply"] == (18.0, 22.0)
+
+
+def test_a_trace_has_no_row_of_a_cta_that_the_call_left_out() -> None:
+    """Four ranks have 33 SMs each, of which clusters use 32."""
+    problem = MoEProblem(
+        hidden_size=512,
+        intermediate_size=256,
+        num_experts=4,
+        top_k=1,
+        num_max_tokens_per_rank=100,
+        ep_size=4,
+        quant=QuantMode.BF16,
+    )
+    with BACKEND.open(BACKEND.plan(problem), VirtualRanks()) as session:
+        weights = [session.prepare(share) for share in shard(make_weights(problem, torch.device("cpu")), 4)]
+        session.keep_trace()
+        for num_tokens, num_ctas in ((5, 33), (100, 32)):
+            hidden = [torch.ones(num_tokens, problem.hidden_size, dtype=torch.bfloat16)] * 4
+            ids = [torch.full((num_tokens, 1), rank) for rank in range(4)]
+            session.forward(hidden, ids, [torch.ones(num_tokens, 1)] * 4, weights)
+            assert {len(ctas) for ctas in session.stamps_ns()} == {num_ctas}
