@@ -39,7 +39,7 @@ from megamoe_cuda.bench.timing import Contender, time_interleaved
 from megamoe_cuda.driver import check
 from megamoe_cuda.heuristics import session_config
 from megamoe_cuda.jit import codegen, compiler
-from megamoe_cuda.kernel_config import NUM_THREADS, KernelConfig
+from megamoe_cuda.kernel_config import KernelConfig
 from megamoe_cuda.launcher import LoadedKernel
 
 NUM_SMS = 132
@@ -111,11 +111,11 @@ def parts(problem: MoEProblem, gemm1_sms: int) -> tuple[Part, Part]:
     )
 
 
-def launch_config(num_ctas: int, dynamic_smem_bytes: int) -> Any:
+def launch_config(num_ctas: int, num_threads: int, dynamic_smem_bytes: int) -> Any:
     """Not cooperative: the driver runs one cooperative kernel at a time."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = num_ctas, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = NUM_THREADS, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
     config.sharedMemBytes = dynamic_smem_bytes
     return config
 
@@ -129,7 +129,7 @@ class SplitKernel:
         self._parts = []
         for part, code in compiled:
             kernel = LoadedKernel(code)
-            kernel._launch = launch_config(part.number, code.dynamic_smem_bytes)
+            kernel._launch = launch_config(part.number, part.config.tile.num_threads, code.dynamic_smem_bytes)
             self._parts.append(kernel)
 
     def launch(self, *, stream: int, **arguments: Any) -> None:  # `stream` is the current one
