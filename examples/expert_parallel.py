@@ -18,6 +18,8 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 512, 256, 16, 4, 64
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("start it with torchrun: torchrun --nproc-per-node 4 examples/expert_parallel.py")
     rank, ep_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     problem = megamoe.MoEProblem(
         hidden_size=HIDDEN,

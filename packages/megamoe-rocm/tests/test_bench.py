@@ -63,6 +63,13 @@ def test_rows_have_the_slowest_ranks_median_and_that_of_the_peer(monkeypatch: py
     assert {name: value for row in rows for name, value in row.peers.items()} == {"unfused_mori": 6000.0}
 
 
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "gfx950")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(BackendUnavailableError, match="suite seed-gfx950 needs a GPU"):
+        list(bench.run(SuiteOptions()))
+
+
 def test_rows_without_a_peer_come_before_the_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAMOE_ROCM_DEVICE", "interpreter")
     alone = replace(RESULT, unfused={}, unfused_error="Mori's operators can't be loaded")

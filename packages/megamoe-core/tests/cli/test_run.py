@@ -69,6 +69,26 @@ def test_bf16_experts_become_mxfp4_and_one_process_plays_eight_ranks(megamoe: Ca
     assert "experts" in result.stdout
 
 
+def test_stages_are_in_order_where_a_rank_has_no_rows_and_dropped_ids_are_said(
+    megamoe: Call, checkpoints: Paths, tmp_path: Path
+) -> None:
+    ids = torch.tensor([[7, 6], [8, -1], [5, -2]])  # all on the second rank; 8 and -2 are no expert's
+    tensors = {"hidden_states": torch.randn(3, 256).bfloat16(), "topk_ids": ids, "topk_weights": torch.ones(3, 2)}
+    save_file(tensors, tmp_path / "input.safetensors")
+    args = ("--checkpoint", checkpoints["mixtral"], "--ep", 2, "--virtual-ranks", "--repeats", 2)
+    result = megamoe("run", *args, "--input", tmp_path / "input.safetensors")
+    where = [result.stdout.index(f"│ {stage} ") for stage in STAGES]
+    assert where == sorted(where)
+    assert "dropped in each call: 2 ids" in result.stdout
+    assert "dropped" not in megamoe("run", *args, "--tokens", 4).stdout
+
+
+def test_a_stage_that_was_not_counted_has_no_zeros(megamoe: Call, checkpoints: Paths) -> None:
+    result = megamoe("run", "--checkpoint", checkpoints["mixtral"], "--tokens", 0, "--repeats", 1)
+    (combine,) = [line for line in result.stdout.splitlines() if line.startswith("│ combine ")]
+    assert combine.split("│")[2:5] == [" " * len(cell) for cell in combine.split("│")[2:5]]
+
+
 @pytest.mark.parametrize("with_routing", [True, False])
 def test_tokens_from_a_file_come_back_in_order(
     megamoe: Call, checkpoints: Paths, tmp_path: Path, with_routing: bool
@@ -134,7 +154,7 @@ BAD_INPUT = [
         ["--tokens", 10**15], "num_max_tokens_per_rank * top_k is above", id="more tokens than can be counted"
     ),
     pytest.param(["--tokens", 10**9 // 2], "these tokens do not fit in memory", id="more tokens than fit in memory"),
-    pytest.param(["--routing", "nowhere"], "unknown routing", id="routing"),
+    pytest.param(["--routing", "nowhere"], "or ep8-equivalent or router", id="routing"),
     pytest.param(["--routing", "zipf:x"], "Zipf", id="zipf"),
     pytest.param(["--routing", "ep8-equivalent", "--tokens", "1"], "ep8-equivalent", id="ep8-equivalent"),
     pytest.param(["--top-k", 17], "top_k is too large", id="top_k"),

@@ -106,10 +106,17 @@ def run(options: SuiteOptions) -> Iterator[BenchRow]:
     """Measure, one set of processes for each shape and mode.
 
     Raises:
-        BackendUnavailableError: after all rows, where the unfused pipeline could not run beside the kernels.
+        BackendUnavailableError: no GPU; after all rows, where the unfused pipeline could not run beside the kernels.
     """
     on_gpu = not rungs.is_cpu(rungs.current())
     ep_size = min(torch.cuda.device_count(), MAX_RANKS) if on_gpu else REHEARSAL_RANKS[rungs.current()]
+    if ep_size == 0:
+        raise BackendUnavailableError(
+            f"suite {NAME} needs a GPU",
+            got=0,
+            expected="1 or more",
+            hint="MEGAMOE_ROCM_DEVICE=interpreter or isa rehearses it without one",
+        )
     errors: list[str] = []
     for shape in SHAPES if rungs.current() is Rung.GFX950 else (REHEARSAL,):
         for quant in (QuantMode.A4W4, QuantMode.A8W4):

@@ -74,8 +74,8 @@ _BY_NAME: dict[str, Routing] = {
 ROUTING_NAMES = ("uniform", "zipf[:A]", "warm-rank", "hot-expert", "hot-rank", "ep8-equivalent")
 
 
-def routing(name: str) -> Routing:
-    """The routing of that name.
+def routing(name: str, *, also: tuple[str, ...] = ()) -> Routing:
+    """The routing of that name. `also`: names that the caller takes besides, which the error lists too.
 
     Raises:
         ConfigError: an unknown name, or a Zipf exponent that is no number >= 0.
@@ -89,7 +89,7 @@ def routing(name: str) -> Routing:
             raise ConfigError("the Zipf exponent is not a number >= 0", got=repr(name), expected="zipf:1.2, say")
         return lambda picks, rng: zipf(picks, rng, exponent)
     if name not in _BY_NAME:
-        raise ConfigError("unknown routing", got=repr(name), expected=" or ".join(ROUTING_NAMES))
+        raise ConfigError("unknown routing", got=repr(name), expected=" or ".join((*ROUTING_NAMES, *also)))
     return _BY_NAME[name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from megamoe.testing.tolerances import BF16_OVER_FP8_TRANSPORT, ORACLE_GATES, Or
 
 DEFAULT_TOKENS = "128"
 ROCM = "rocm"
+STAGES = ("quantize_input", "route", "dispatch", "gemm1", "swiglu_quant", "gemm2", "p2p", "combine")  # in their order
 MAX_SEED = 2**40  # every rank's generator takes a seed of its own from it, in 63 bits
 
 
@@ -82,7 +84,7 @@ def run(
     if output is not None:
         _check_output(output, stored)
     if routing_name != FROM_ROUTER:
-        routing(routing_name)
+        routing(routing_name, also=(FROM_ROUTER,))
     source = None if input_file is None else InputFile.open(input_file)
     if source is not None and tokens is not None:
         raise ConfigError("--tokens and --input exclude each other", hint="the file says how many tokens there are")
@@ -230,8 +232,8 @@ def _save(path: Path, job: Job, result: JobResult) -> None:
 
 
 def stage_totals(result: JobResult) -> dict[str, StageRow]:
-    """Stages of all ranks together: rows and bytes summed, the slowest rank's seconds."""
-    names = dict.fromkeys(name for report in result.reports for name in report.stages)
+    """Stages of all ranks together, in the pipeline's order: rows and bytes summed, the slowest rank's seconds."""
+    names = in_order(name for report in result.reports for name in report.stages)
     rows = {name: [report.stages.get(name, StageRow()) for report in result.reports] for name in names}
     return {
         name: StageRow(
@@ -241,6 +243,11 @@ def stage_totals(result: JobResult) -> dict[str, StageRow]:
         )
         for name, of_ranks in rows.items()
     }
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of stages, each once, as a row goes through them; a rank without rows has not been through all."""
+    return sorted(dict.fromkeys(names), key=lambda name: STAGES.index(name) if name in STAGES else len(STAGES))
 
 
 def stage_distances(result: JobResult) -> dict[str, Distance]:
@@ -264,6 +271,9 @@ def _print(job: Job, result: JobResult, failures: list[str]) -> None:
     )
     out.print(_rank_table(job, result))
     out.print(_stage_table(result))
+    dropped = sum(report.dropped_ids for report in result.reports) // job.repeats
+    if dropped:
+        say(f"[bold yellow]dropped[/] in each call: {dropped} ids that are no expert's, neither -1 nor below the count")
     for failure in failures:
         say(f"[bold red]FAIL[/] {failure}")
     distance = result.distance
@@ -304,15 +314,10 @@ def _stage_table(result: JobResult) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     totals, distances = stage_totals(result), stage_distances(result)
-    for name in totals | distances:
-        row, distance = totals.get(name, StageRow()), distances.get(name)
-        table.add_row(
-            name,
-            str(row.rows),
-            bytes_text(row.num_bytes),
-            seconds_text(row.seconds),
-            "" if distance is None else f"{distance.rel_l2:.2e}",
-        )
+    for name in in_order(totals | distances):
+        row, distance = totals.get(name), distances.get(name)
+        counted = ("", "", "") if row is None else (str(row.rows), bytes_text(row.num_bytes), seconds_text(row.seconds))
+        table.add_row(name, *counted, "" if distance is None else f"{distance.rel_l2:.2e}")
     table.add_section()
     table.add_row("the call", "", "", seconds_text(result.call_s), "")
     return table
