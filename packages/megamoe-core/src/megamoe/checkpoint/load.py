@@ -105,7 +105,9 @@ def find_layer(files: TensorFiles, layer: int) -> LayerCheckpoint:
 def _require_one_layer(fits: Sequence[tuple[Naming, str]], layer: int) -> None:
     """Refuse files that hold the layer twice. Several namings may fit one set of tensors, the general with the special:
     what tells two sets apart is where they are, and whether each expert has tensors of its own."""
-    sets = {(prefix, naming.one_by_one): naming.name for naming, prefix in fits}
+    sets: dict[tuple[str, bool], str] = {}
+    for naming, prefix in fits:
+        sets.setdefault((prefix, naming.one_by_one), naming.name)  # the special naming comes first
     if len(sets) > 1:
         raise CheckpointError(
             f"layer {layer} is there several times",
