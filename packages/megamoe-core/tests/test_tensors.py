@@ -142,9 +142,7 @@ def test_e4m3fnuz_is_not_e4m3fn() -> None:
         check_weights(other, problem("a8w8"))
 
 
-PREPARED = PreparedWeights(
-    backend="reference", layout="plain/v1", quant=QuantMode.A8W8, num_local_experts=E, tensors={"w": torch.zeros(E, 3)}
-)
+PREPARED = PreparedWeights.of(problem("a8w8"), backend="reference", layout="plain/v1", tensors={"w": torch.zeros(E, 3)})
 
 
 def test_prepared_weights_fit_what_they_were_prepared_for() -> None:
@@ -153,7 +151,15 @@ def test_prepared_weights_fit_what_they_were_prepared_for() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"backend": "cuda"}, {"layout": "plain/v2"}, {"quant": QuantMode.BF16}, {"num_local_experts": 3}],
+    [
+        {"backend": "cuda"},
+        {"layout": "plain/v2"},
+        {"quant": QuantMode.BF16},
+        {"num_local_experts": 3},
+        {"hidden_size": 2 * H},
+        {"intermediate_size": 2 * INTER},
+        {"expert_bias": True},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_prepared_for_something_else(change: dict[str, Any]) -> None:

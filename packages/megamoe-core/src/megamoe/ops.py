@@ -18,6 +18,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ def register(session: Session, counter: LayerCounter | None = None) -> int:
 
 def flatten_weights(weights: PreparedWeights) -> tuple[str, list[Tensor]]:
     """Prepared weights as arguments of the operator: what they are, and their tensors."""
-    what = (weights.backend, weights.layout, weights.quant, str(weights.num_local_experts))
+    sizes = (weights.num_local_experts, weights.hidden_size, weights.intermediate_size, int(weights.expert_bias))
+    what = (weights.backend, weights.layout, weights.quant, *map(str, sizes))
     return _SEPARATOR.join((*what, *weights.tensors)), list(weights.tensors.values())
 
 
@@ -71,20 +73,24 @@ def _session(handle: int) -> Session:
 
 
 @functools.cache  # once per kind of weights, not per call: a tenth of what the operator costs the host
-def _read_tag(tag: str) -> tuple[str, str, QuantMode, int, list[str]]:
-    backend, layout, quant, num_local_experts, *names = tag.split(_SEPARATOR)
-    return backend, layout, QuantMode(quant), int(num_local_experts), names
+def _read_tag(tag: str) -> tuple[dict[str, Any], list[str]]:
+    """Fields of the weights, and names of their tensors."""
+    backend, layout, quant, num_local_experts, hidden, inter, bias, *names = tag.split(_SEPARATOR)
+    fields = {
+        "backend": backend,
+        "layout": layout,
+        "quant": QuantMode(quant),
+        "num_local_experts": int(num_local_experts),
+        "hidden_size": int(hidden),
+        "intermediate_size": int(inter),
+        "expert_bias": bias == "1",
+    }
+    return fields, names
 
 
 def _restore_weights(tag: str, tensors: Sequence[Tensor]) -> PreparedWeights:
-    backend, layout, quant, num_local_experts, names = _read_tag(tag)
-    return PreparedWeights(
-        backend=backend,
-        layout=layout,
-        quant=quant,
-        num_local_experts=num_local_experts,
-        tensors=dict(zip(names, tensors, strict=True)),
-    )
+    fields, names = _read_tag(tag)
+    return PreparedWeights(**fields, tensors=dict(zip(names, tensors, strict=True)))
 
 
 @torch.library.custom_op("megamoe::forward", mutates_args=())

@@ -198,6 +198,9 @@ class PreparedWeights:
         layout: the backend's name for the layout, version included; `forward` refuses any other.
         quant: the mode that they were prepared for.
         num_local_experts: experts they hold.
+        hidden_size: H of the layer that they were prepared for.
+        intermediate_size: I, likewise.
+        expert_bias: whether they have biases.
         tensors: name -> tensor, every one with the expert as its first dimension.
     """
 
@@ -205,7 +208,24 @@ class PreparedWeights:
     layout: str
     quant: QuantMode
     num_local_experts: int
+    hidden_size: int
+    intermediate_size: int
+    expert_bias: bool
     tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, problem: MoEProblem, *, backend: str, layout: str, tensors: Mapping[str, Tensor]) -> PreparedWeights:
+        """One rank's experts of `problem`."""
+        return cls(
+            backend=backend,
+            layout=layout,
+            quant=QuantMode(problem.quant),
+            num_local_experts=problem.num_local_experts,
+            hidden_size=problem.hidden_size,
+            intermediate_size=problem.intermediate_size,
+            expert_bias=problem.expert_bias,
+            tensors=tensors,
+        )
 
     def require(self, *, backend: str, layout: str, problem: MoEProblem) -> None:
         """Refuse weights that were prepared for anything but this.
@@ -215,11 +235,14 @@ class PreparedWeights:
         """
         got = (self.backend, self.layout, self.quant, self.num_local_experts)
         expected = (backend, layout, problem.quant, problem.num_local_experts)
-        if got != expected:
+        sizes = (self.hidden_size, self.intermediate_size, self.expert_bias)
+        wanted_sizes = (problem.hidden_size, problem.intermediate_size, problem.expert_bias)
+        if got != expected or sizes != wanted_sizes:
+            facts = "backend {}, layout {}, mode {}, {} local experts, H = {}, I = {}, expert_bias={}"
             raise LayoutError(
                 "these weights were prepared for something else",
-                got="backend {}, layout {}, mode {}, {} local experts".format(*got),
-                expected="backend {}, layout {}, mode {}, {} local experts".format(*expected),
+                got=facts.format(*got, *sizes),
+                expected=facts.format(*expected, *wanted_sizes),
                 hint="prepare them again with this session's prepare_weights()",
             )
 

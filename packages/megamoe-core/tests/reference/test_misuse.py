@@ -14,7 +14,7 @@ import torch
 from layers import MODES, make_layer, mode_id
 
 from megamoe import VirtualRanks
-from megamoe.errors import ConfigError, InputError, SessionError, WorkspaceError
+from megamoe.errors import ConfigError, InputError, LayoutError, SessionError, WorkspaceError
 from megamoe.formats import BF16
 from megamoe.reference import session as session_module
 from megamoe.reference.backend import ReferenceBackend
@@ -104,6 +104,24 @@ def test_a_timeout_is_a_positive_number(timeout_s: Any) -> None:
     plan = BACKEND.plan(make_layer(ep_size=1, num_tokens=4, quant="bf16").problem)
     with pytest.raises(ConfigError, match="timeout_s is not a time"):
         BACKEND.open(plan, timeout_s=timeout_s)
+
+
+OTHER_LAYERS: dict[str, dict[str, Any]] = {
+    "H": {"hidden_size": 256},
+    "I": {"intermediate_size": 256},
+    "biases": {"expert_bias": True},
+}
+
+
+@pytest.mark.parametrize("other", OTHER_LAYERS)
+def test_weights_of_a_layer_of_other_sizes_are_refused(other: str) -> None:
+    """Where only biases differed, they were left out in silence; kernels would have read past the end of the others."""
+    _, session, (*tokens, weights) = opened(quant="bf16")
+    _, other_session, (*other_tokens, other_weights) = opened(quant="bf16", **OTHER_LAYERS[other])
+    for ours, arguments, theirs in ((session, tokens, other_weights), (other_session, other_tokens, weights)):
+        with pytest.raises(LayoutError, match="prepared for something else; .*H = 128, I = 128, expert_bias=False"):
+            ours.forward(*arguments, theirs)
+    assert session.forward(*tokens, weights).shape == tokens[0].shape
 
 
 # -- the process's settings ------------------------------------------------------------------------------------------

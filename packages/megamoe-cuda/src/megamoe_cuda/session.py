@@ -196,6 +196,7 @@ class CudaSession(DeviceSession):
         the checks in full take the host longer than the launch."""
         facts = (
             weights.backend, weights.layout, weights.quant, weights.num_local_experts,
+            weights.hidden_size, weights.intermediate_size, weights.expert_bias,
             payload.shape, payload.dtype, payload.device,
             topk_ids.shape, topk_ids.dtype, topk_ids.device,
             topk_weights.shape, topk_weights.dtype, topk_weights.device,

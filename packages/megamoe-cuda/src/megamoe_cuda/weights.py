@@ -52,11 +52,10 @@ def prepare(weights: ExpertWeights, problem: MoEProblem, device: torch.device) -
             expected='layout "packed"',
             hint="reorder the rows before quantising (megamoe.layouts.ALTERNATING.invert), then prepare them as packed",
         )
-    return PreparedWeights(
+    return PreparedWeights.of(
+        problem,
         backend=BACKEND,
         layout=LAYOUT,
-        quant=QuantMode(problem.quant),
-        num_local_experts=problem.num_local_experts,
         tensors=dict(_packed(weights, device) if isinstance(weights, Mxfp4Weights) else _laid_out(weights, device)),
     )
 

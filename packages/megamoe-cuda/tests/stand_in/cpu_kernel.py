@@ -142,9 +142,7 @@ def _weights(config: KernelConfig, call: RankCall) -> ExpertWeights:
         "w2_bias": call.w2_bias,
     }
     tensors = {name: at(addresses[name], dtype, *shape) for name, (shape, dtype) in _prepared_shapes(problem).items()}
-    prepared = PreparedWeights(
-        backend=BACKEND, layout=LAYOUT, quant=config.quant, num_local_experts=config.num_local_experts, tensors=tensors
-    )
+    prepared = PreparedWeights.of(problem, backend=BACKEND, layout=LAYOUT, tensors=tensors)
     restored: Any = restore(prepared, problem)
     return WEIGHT_TYPE[config.quant](layout=GateUpLayout.PACKED, **restored)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from megamoe.formats import e8m0
 from megamoe.layouts import ALTERNATING, BLOCKS_16, PACKED, PRESHUFFLE_16X16, SCALE_SHUFFLE, Composed, Layout
-from megamoe.problem import MoEProblem, QuantMode
+from megamoe.problem import MoEProblem
 from megamoe.tensors import GateUpLayout, Mxfp4Weights, PreparedWeights
 
 BACKEND = "rocm"
@@ -40,10 +40,4 @@ def prepare(weights: Mxfp4Weights, problem: MoEProblem) -> PreparedWeights:
         if name.startswith("w13"):
             tensor = _CHECKPOINT[GateUpLayout(weights.layout)].invert(tensor)
         tensors[name] = _KERNEL[name].apply(tensor).contiguous()
-    return PreparedWeights(
-        backend=BACKEND,
-        layout=LAYOUT,
-        quant=QuantMode(problem.quant),
-        num_local_experts=problem.num_local_experts,
-        tensors=tensors,
-    )
+    return PreparedWeights.of(problem, backend=BACKEND, layout=LAYOUT, tensors=tensors)

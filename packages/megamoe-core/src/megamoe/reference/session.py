@@ -91,11 +91,10 @@ class ReferenceSession(Session):
         for name, tensor in weights.tensors():
             if tensor.device.type != "cpu":
                 raise InputError(f"{name} is not on CPU", got=tensor.device, expected="CPU tensors")
-        return PreparedWeights(
+        return PreparedWeights.of(
+            self._plan.problem,
             backend=self.plan.backend,
             layout=self.weight_layout,
-            quant=self._plan.problem.quant,  # type: ignore[arg-type]  # made an enum by MoEProblem
-            num_local_experts=self._plan.problem.num_local_experts,
             tensors=named_tensors(weights),
         )
 

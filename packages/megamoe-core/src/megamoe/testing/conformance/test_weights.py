@@ -126,7 +126,30 @@ def _other_expert_count(prepared: PreparedWeights) -> PreparedWeights:
     return replace(prepared, num_local_experts=prepared.num_local_experts + 1)
 
 
-@pytest.mark.parametrize("change", [_other_backend, _other_layout, _other_mode, _other_expert_count])
+def _other_hidden_size(prepared: PreparedWeights) -> PreparedWeights:
+    return replace(prepared, hidden_size=2 * prepared.hidden_size)
+
+
+def _other_intermediate_size(prepared: PreparedWeights) -> PreparedWeights:
+    return replace(prepared, intermediate_size=2 * prepared.intermediate_size)
+
+
+def _other_bias(prepared: PreparedWeights) -> PreparedWeights:
+    return replace(prepared, expert_bias=not prepared.expert_bias)
+
+
+OTHERS = (
+    _other_backend,
+    _other_layout,
+    _other_mode,
+    _other_expert_count,
+    _other_hidden_size,
+    _other_intermediate_size,
+    _other_bias,
+)
+
+
+@pytest.mark.parametrize("change", OTHERS)
 def test_prepared_for_something_else(
     workbench: Workbench, change: Callable[[PreparedWeights], PreparedWeights]
 ) -> None:
