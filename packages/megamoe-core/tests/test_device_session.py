@@ -183,7 +183,7 @@ def test_taps_have_to_be_kept() -> None:
 QUANTIZED = Quantized(payload=torch.zeros(2, 128).to(torch.float8_e4m3fn), scales=torch.ones(2, 1), fmt=FP8_1X128)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2, 3), QUANTIZED, 2, [torch.zeros(2)]])
+@pytest.mark.parametrize("value", [torch.zeros(2, 3), QUANTIZED, 2, 2.5, "ab", [torch.zeros(2)]])
 def test_virtual_ranks_take_one_entry_each(value: Any) -> None:
     with pytest.raises(InputError, match="hidden_states is not one entry per virtual rank"):
         one_each("hidden_states", value, 2)

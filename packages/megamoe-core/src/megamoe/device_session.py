@@ -19,9 +19,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.backend import Plan, Session, SessionStats, StageTaps
 from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, SessionError
-from megamoe.formats import Quantized
 from megamoe.symm import Group, PeerMemory
-from megamoe.tensors import PreparedWeights
 
 
 class DeviceSession(Session):
@@ -234,7 +232,7 @@ def one_each(name: str, value: Any, num_ranks: int) -> Sequence[Any]:
     """
     if value is None:
         return (None,) * num_ranks
-    if isinstance(value, Tensor | PreparedWeights | Quantized | int) or len(value) != num_ranks:
+    if not isinstance(value, list | tuple) or len(value) != num_ranks:
         raise InputError(
             f"{name} is not one entry per virtual rank", got=type(value).__name__, expected=f"a list of {num_ranks}"
         )

@@ -194,17 +194,36 @@ class CudaSession(DeviceSession):
     ) -> None:
         """Raise unless the arguments fit. What was found right once is known by its shapes and is not looked at again:
         the checks in full take the host longer than the launch."""
-        facts = (
-            weights.backend, weights.layout, weights.quant, weights.num_local_experts,
-            weights.hidden_size, weights.intermediate_size, weights.expert_bias,
-            payload.shape, payload.dtype, payload.device,
-            topk_ids.shape, topk_ids.dtype, topk_ids.device,
-            topk_weights.shape, topk_weights.dtype, topk_weights.device,
-            None if scales is None else (scales.shape, scales.dtype, scales.device),
-            None if out is None else (out.shape, out.dtype, out.device, out.is_contiguous()),
-        )  # fmt: skip
+        try:
+            facts = (
+                weights.backend, weights.layout, weights.quant, weights.num_local_experts,
+                weights.hidden_size, weights.intermediate_size, weights.expert_bias,
+                payload.shape, payload.dtype, payload.device,
+                topk_ids.shape, topk_ids.dtype, topk_ids.device,
+                topk_weights.shape, topk_weights.dtype, topk_weights.device,
+                None if scales is None else (scales.shape, scales.dtype, scales.device),
+                None if out is None else (out.shape, out.dtype, out.device, out.is_contiguous()),
+            )  # fmt: skip
+        except AttributeError:  # something is no tensor, or weights are not prepared: the checks say which
+            self._check_in_full(payload, scales, topk_ids, topk_weights, weights, out)
+            raise
         if facts in self._checked:
             return
+        self._check_in_full(payload, scales, topk_ids, topk_weights, weights, out)
+        if len(self._checked) == MAX_CHECKED:
+            self._checked.clear()
+        self._checked.add(facts)
+
+    def _check_in_full(
+        self, payload: Any, scales: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any
+    ) -> None:
+        if not isinstance(weights, PreparedWeights):
+            raise InputError(
+                "these weights are not prepared",
+                got=type(weights).__name__,
+                expected="PreparedWeights",
+                hint="make them with this session's prepare_weights()",
+            )
         problem = self.plan.problem
         fmt = activation_format(problem.quant, problem.act_format)
         check_call(
@@ -219,18 +238,17 @@ class CudaSession(DeviceSession):
         weights.require(backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
         if topk_ids.device != self._device:
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
-        if len(self._checked) == MAX_CHECKED:
-            self._checked.clear()
-        self._checked.add(facts)
 
-    def _num_tokens(self, num_tokens: int | Tensor | None, num_rows: int) -> tuple[int, int]:
+    def _num_tokens(self, num_tokens: Any, num_rows: int) -> tuple[int, int]:
         """The number on the host, and the address of the one on the device or 0."""
         if num_tokens is None:
             return num_rows, 0
-        if isinstance(num_tokens, int):
+        if isinstance(num_tokens, int) and not isinstance(num_tokens, bool):
             if not 0 <= num_tokens <= num_rows:
                 raise InputError("num_tokens is out of range", got=num_tokens, expected=f"0 to {num_rows}")
             return num_tokens, 0
+        if not isinstance(num_tokens, Tensor):
+            raise InputError("num_tokens is no count", got=repr(num_tokens), expected="an int, or one int32")
         if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or num_tokens.device != self._device:
             raise InputError(
                 "num_tokens is no device-side count",
@@ -395,12 +413,14 @@ def as_error(failure: Failure, timeout_s: float) -> ProtocolError:
     )
 
 
-def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
+def _payload_and_scales(hidden_states: Any) -> tuple[Any, Any]:
     if isinstance(hidden_states, Tensor):
         return hidden_states, None
     if isinstance(hidden_states, Quantized):
         return hidden_states.payload, hidden_states.scales
-    return hidden_states
+    if isinstance(hidden_states, tuple | list) and len(hidden_states) == 2:
+        return hidden_states[0], hidden_states[1]
+    return hidden_states, None  # nothing that is taken: the checks say so
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -49,6 +49,26 @@ def test_opened_in_inference_mode_and_under_the_meta_device() -> None:
     session.close()
 
 
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(
+    "value", [None, 2.5, "x", (torch.zeros(5, 256), 2.5)], ids=["none", "number", "text", "half a pair"]
+)
+def test_what_is_no_tensor_is_refused_by_name(place: int, value: Any) -> None:
+    """They raised AttributeError and TypeError out of the host path that spares checks."""
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        arguments: list[Any] = [*make_call(0), weights]
+        expected = torch.cat(session.forward(*arguments))
+        wrong = list(arguments)
+        wrong[place] = [arguments[place][0], value]
+        with pytest.raises(InputError, match="hidden_states is neither|is not a tensor|are not prepared"):
+            session.forward(*wrong)
+        for num_tokens in (True, 2.5, "3"):
+            with pytest.raises(InputError, match="num_tokens is no count"):
+                session.forward(*arguments, num_tokens=[5, num_tokens])
+        assert torch.equal(torch.cat(session.forward(*arguments)), expected)
+
+
 @pytest.mark.parametrize("error", [None, MegaMoETimeoutError, RuntimeError])
 def test_memory_with_a_collective_release_is_kept_when_a_rank_is_gone(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
