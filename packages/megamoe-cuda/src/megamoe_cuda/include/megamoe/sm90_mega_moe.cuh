@@ -1,8 +1,8 @@
 // One launch of one MoE layer on SM90: stage, route, dispatch, GEMM1 + activation, GEMM2, send home, combine.
 //
-// Persistent and cooperative: one CTA per SM, 384 threads. All threads stage and route; then the first warpgroup loads
-// (warp 0 weights, warp 1 activations, the others pull rows from peers) and two multiply, send and combine. In mode a8w4
-// further warps unpack weights.
+// Persistent and cooperative: one CTA per SM, of three warpgroups. All threads stage and route; then the first warpgroup
+// loads (warp 0 weights, warp 1 activations, up to two more pull rows from peers) and two multiply, send and combine. In
+// mode a8w4 one or two further warpgroups unpack weights.
 // With virtual ranks, several ranks share the GPU: rank r has CTAs [r * kCtasPerRank, (r + 1) * kCtasPerRank).
 //
 // codegen.py puts the constants of megamoe::cfg before this file.

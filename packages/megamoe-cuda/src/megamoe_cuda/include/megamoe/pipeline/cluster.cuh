@@ -7,8 +7,8 @@
 //
 //   full[s]       completes when both CTAs' halves have landed.
 //   empty[s]      counts the math warps of both CTAs: what a CTA loads overwrites both CTAs' stages.
-//   claim_sent    in the second CTA: the first one's loader has stored its claim there.
-//   claim_taken   in the first CTA: the second one's loader has read it.
+//   sent          in the second CTA: the first one's loader has stored its claim there (UnitClaims).
+//   taken         in the first CTA: the second one's loader has read it.
 #pragma once
 
 #include "megamoe/pipeline/ring.cuh"

@@ -24,7 +24,7 @@ struct MathThread {
     uint32_t warpgroup;  // 0 or 1
     uint32_t warp;       // in the warpgroup
     uint32_t lane;
-    uint32_t first_row;  // of its warp's 16 rows, in the block
+    uint32_t first_row;  // of its warp's 16 rows, in the tile
     uint32_t quad;       // lane % 4: columns 8 j + 2 quad + {0, 1}
 
     __device__ __forceinline__ static MathThread identify() {

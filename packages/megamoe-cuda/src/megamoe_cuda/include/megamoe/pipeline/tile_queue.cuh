@@ -3,9 +3,11 @@
 // CTAs claim units one at a time, in the order of schedule/units.cuh: the first is the CTA's own number, the next ones
 // come from a counter. A fixed assignment left the last CTA 7 to 11% behind the median (H200, 8 and 1024 tokens).
 //
-//   published[s]   one arrival, the weight loader, after it wrote slot s. Waited for by the readers.
-//   done[s]        one arrival per math warp, at the end of its epilogue. Waited for by the weight loader.
-//   phase          turn t uses slot t mod kSlots; both flip once per trip.
+//   published[s]   one arrival, the weight loader, after it wrote slot s. Waited for by the readers: the activation loader,
+//                  the math warps and the converter warps.
+//   done[s]        one arrival per math warp, at the end of its epilogue. Waited for by the weight loader. Other readers need
+//                  none: math warps end a tile only after these have read it (kernel_config.py refuses what breaks that).
+//   phase          turn t uses slot t mod kQueueSlots; both flip once per trip.
 //   end            the last tile has no rows. It always comes, after an abort too: readers wait without a watchdog.
 #pragma once
 

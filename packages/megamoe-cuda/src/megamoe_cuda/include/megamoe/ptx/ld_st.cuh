@@ -1,8 +1,8 @@
 // Global-memory accesses with the order they need.
 //
 //   acquire / release   flags; gpu scope inside a rank, sys scope between ranks
+//   relaxed             words that are polled, or read once, and order nothing
 //   l2                  data that other SMs or peers wrote during this launch: never served by this SM's L1
-//   stream              the same for wide rows that are read once
 #pragma once
 
 #include "megamoe/ptx/types.cuh"

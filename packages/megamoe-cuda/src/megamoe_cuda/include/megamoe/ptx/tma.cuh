@@ -1,5 +1,5 @@
-// Bulk copies between global and shared memory. They are the async proxy: a proxy fence stands between ordinary accesses
-// and bulk copies of the same bytes.
+// Bulk copies between global and shared memory. They go through the async proxy: a proxy fence stands between ordinary
+// accesses and bulk copies of the same bytes.
 #pragma once
 
 #include "megamoe/ptx/types.cuh"

@@ -57,8 +57,9 @@ struct Converter {
         for (uint32_t i = 0; i < 2; ++i) {
             const uint2 low = packed.table.operands(packed.words[2 * i]);
             const uint2 high = packed.table.operands(packed.words[2 * i + 1]);
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"((first ^ (2 * block + i) * 16) + row * kThreads * ptx::kSwizzleBytes),
-                         "r"(low.x), "r"(low.y), "r"(high.x), "r"(high.y)
+            const uint32_t destination = (first ^ (2 * block + i) * 16) + row * kThreads * ptx::kSwizzleBytes;
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(low.x), "r"(low.y),
+                         "r"(high.x), "r"(high.y)
                          : "memory");
         }
     }

@@ -16,8 +16,8 @@ constexpr uint32_t kLaneBytes = 16;
 constexpr uint32_t kPartMetaBytes = 16 * static_cast<uint32_t>(sizeof(PoolMeta));
 constexpr uint32_t kSentPayloadBytes = cfg::kTransport == Transport::kBf16 ? 2 * cfg::kHiddenSize : cfg::kHiddenSize;
 
-// Asks for the meta of the warp's 16 rows in each part, before the main loop: it lies in the staging lines when the epilogue comes,
-// and costs no register meanwhile.
+// Asks for the meta of the warp's 16 rows in each part, before the main loop: it lies in the staging lines when the epilogue
+// comes, and costs no register meanwhile.
 __device__ __forceinline__ void fetch_row_meta(const Cta& cta, const MathThread& thread, const Tile& tile,
                                                uint32_t staging) {
     if (thread.lane >= 16) return;

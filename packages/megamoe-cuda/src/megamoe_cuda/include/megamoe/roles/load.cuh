@@ -62,6 +62,7 @@ __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
     }
 }
 
+// The weights of a tile: packed ones, for the converter warps, or the operands themselves.
 __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
                                              PackedPosition& position) {
     const uint8_t* source = packed_weights(cta, tile.is_gemm2, tile.expert, tile.n_tile);

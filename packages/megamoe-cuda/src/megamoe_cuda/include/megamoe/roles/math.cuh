@@ -1,6 +1,6 @@
 // The math warpgroups: this CTA's tiles in order, then finish and combine.
 //
-// A math thread holds up to 128 sums and a temporary of 64 in its 224 registers. So little else may live while it
+// A math thread holds up to 128 sums and a temporary of 64 in up to 224 registers. So little else may live while it
 // multiplies: who the CTA and the thread are is recalled for each epilogue.
 #pragma once
 
@@ -96,7 +96,8 @@ __device__ __forceinline__ void run_swapped(const KernelArguments& arguments, co
     run_swapped_tile<kTokens>(arguments, plan, ring, queue, weight_scales, turn, tile.is_gemm2, loop, more);
 }
 
-// Whether the warpgroup has nothing to multiply: with split M, the second one's rows may all be padding.
+// Whether the warpgroup has nothing to multiply: with split M, the second one's rows may all be padding. Where such blocks
+// are multiplied with swapped operands, they never are.
 __device__ __forceinline__ bool has_only_padding(const Tile& tile) {
     return cfg::kSplitM && cfg::kSwappedRows < 64 && MathThread::identify().warpgroup == 1 && tile.num_rows <= 64;
 }

@@ -10,8 +10,8 @@
 
 namespace megamoe {
 
-constexpr uint32_t kReaderColumns = 16;                                // of a thread and a turn
-constexpr uint32_t kStagedValues = kMathThreads * kReaderColumns;      // of a turn
+constexpr uint32_t kReaderColumns = 16;                            // of a thread and a turn
+constexpr uint32_t kStagedValues = kMathThreads * kReaderColumns;  // of a turn
 static_assert(kStagedValues * 4 <= cfg::kMathWarps * cfg::kStagingWarpBytes, "staging is too small");
 
 // A turn's values, kColumns of each row. Columns are swizzled in groups of 8 by the row, so that the lanes of a warp, which
@@ -184,7 +184,9 @@ __device__ __forceinline__ void send_fp8(const float (&values)[8], uint8_t* home
     const auto pair = [&](uint32_t i) {
         return ptx::pack_e4m3x2(__fmul_rn(values[2 * i], reciprocal), __fmul_rn(values[2 * i + 1], reciprocal));
     };
-    if (is_inside(column)) *reinterpret_cast<uint2*>(home_row + column) = make_uint2(pair(0) | pair(1) << 16, pair(2) | pair(3) << 16);
+    if (is_inside(column)) {
+        *reinterpret_cast<uint2*>(home_row + column) = make_uint2(pair(0) | pair(1) << 16, pair(2) | pair(3) << 16);
+    }
     if (reader == 0) *reinterpret_cast<uint32_t*>(home_row + cfg::kHiddenSize + column / kMxBlock) = scales;
 }
 

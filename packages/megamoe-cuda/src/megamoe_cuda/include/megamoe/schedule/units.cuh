@@ -1,8 +1,8 @@
 // The order of the GEMM tiles of a rank: megamoe/schedule/persistent.py in closed form (`unit_at` there).
 //
 // In step s come the GEMM1 tiles of group s of blocks, then the GEMM2 tiles of the group that trails by the lag, each column
-// by column. CTAs claim units in this order, and each runs its own in increasing order: what a unit waits for has a lower
-// number, so another CTA has claimed it, and that CTA runs.
+// by column. CTAs, or clusters of them, claim units in this order, and each runs its own in increasing order: what a unit
+// waits for has a lower number, so somebody has claimed it, and runs.
 #pragma once
 
 #include "megamoe/schedule/pool_plan.cuh"

@@ -1,3 +1,4 @@
+// Prefix sums by one warp, and where a value falls among them.
 #pragma once
 
 #include "megamoe/ptx/types.cuh"

@@ -13,11 +13,11 @@ struct RankArguments {
     ptx::TensorMap pool;  // [ring_rows, kInputRowBytes] bytes, box kBoxRows x 128
     ptx::TensorMap a2;    // [ring_rows, kA2RowBytes] bytes, box kBoxRows x 128
     const void* hidden_states;     // [T, H] BF16, or e4m3 when hidden_scales is set
-    const float* hidden_scales;    // [T, H / 128]; null: quantise here, where the mode does
+    const float* hidden_scales;    // [T, kGemm1KBlocks]; null: quantise here, where the mode does
     const void* topk_ids;          // [T, K] int32 or int64
     const float* topk_weights;     // [T, K]
-    const float* w13_scale;        // [E_local, 2I / 128, H / 128], packed order
-    const float* w2_scale;         // [E_local, H / 128, I / 128]
+    const float* w13_scale;        // [E_local, 2I / 128, kGemm1KBlocks], gate rows first; not in mode bf16
+    const float* w2_scale;         // [E_local, H / 128 rounded up, kGemm2KBlocks]; likewise
     void* out;                     // [T, H] BF16
     const int32_t* device_num_tokens;  // null: num_tokens counts; a negative number means none
     uint32_t* expert_counts;       // [E_local] rows received, or null
