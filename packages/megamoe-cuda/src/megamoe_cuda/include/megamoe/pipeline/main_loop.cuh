@@ -112,10 +112,8 @@ struct MainLoop : StageReader {
         }
     }
 
-    __device__ __forceinline__ void multiply(const Tile& tile, const WeightScales& weight_scales,
-                                             Accumulators (&parts)[1]) {
+    __device__ __forceinline__ void multiply(const Tile& tile, const WeightScales& weight_scales, Accumulators& sums) {
         const bool is_gemm2 = tile.is_gemm2;
-        Accumulators& sums = parts[0];
 #pragma unroll
         for (uint32_t half = 0; half < kHalves; ++half)
 #pragma unroll

@@ -25,8 +25,7 @@ struct Bf16MainLoop : StageReader {
         release_if(!is_first, previous);
     }
 
-    __device__ __forceinline__ void multiply(const Tile& tile, const WeightScales&, Accumulators (&parts)[1]) {
-        Accumulators& sums = parts[0];
+    __device__ __forceinline__ void multiply(const Tile& tile, const WeightScales&, Accumulators& sums) {
         uint32_t k_blocks = tile.k_blocks();
         asm volatile("" : "+r"(k_blocks));
         uint32_t last = cfg::kNumStages - 1;

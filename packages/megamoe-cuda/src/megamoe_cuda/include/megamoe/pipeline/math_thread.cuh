@@ -1,9 +1,9 @@
 // Where a math thread's accumulators lie in a tile of kTileM x 256.
 //
 // How the two math warpgroups share a tile
-//   split N   both take all rows, in parts of 64; warpgroup w takes columns [128 w, 128 w + 128): one half. With kTileM 64,
-//             and in mode a8w4, where a warpgroup then converts only weights of its own.
-//   split M   kTileM 128: warpgroup w takes rows [64 w, 64 w + 64) and all columns, as two halves of 128: one part.
+//   split N   kTileM 64: both take all rows; warpgroup w takes columns [128 w, 128 w + 128): one half.
+//   split M   kTileM 128: warpgroup w takes rows [64 w, 64 w + 64) and all columns, as two halves of 128.
+// Tiles of fewer rows, and blocks of up to kSwappedRows, are multiplied otherwise (swapped_loop.cuh).
 #pragma once
 
 #include "megamoe/ptx/types.cuh"
@@ -12,7 +12,6 @@
 namespace megamoe {
 
 constexpr uint32_t kHalves = cfg::kSplitM ? 2 : 1;
-constexpr uint32_t kParts = cfg::kSplitM ? 1 : ceil_div(cfg::kTileM, 64);
 constexpr uint32_t kHalfColumns = 128;
 constexpr uint32_t kHalfBytes = kHalfColumns * ptx::kSwizzleBytes;
 constexpr uint32_t kMathBarrier = 1;       // all math threads
@@ -39,12 +38,6 @@ struct MathThread {
           first_row((cfg::kSplitM ? warpgroup * 64 : 0) + warp * 16),
           quad(lane % 4) {}
 
-    // The same thread in part `part` of the rows.
-    __device__ __forceinline__ MathThread in_part(uint32_t part) const {
-        MathThread thread = *this;
-        thread.first_row += 64 * part;
-        return thread;
-    }
     // Its two rows are row() and row() + 8.
     __device__ __forceinline__ uint32_t row() const { return first_row + lane / 4; }
     // First of the 128 columns of half h, in the tile.
@@ -53,7 +46,7 @@ struct MathThread {
     }
 };
 
-// Accumulators of one part: values[half][4 j + 2 h + {0, 1}] is row() + 8 h, column(half) + 8 j + 2 quad + {0, 1}.
+// Accumulators: values[half][4 j + 2 h + {0, 1}] is row() + 8 h, column(half) + 8 j + 2 quad + {0, 1}.
 struct Accumulators {
     float values[kHalves][64];
 };

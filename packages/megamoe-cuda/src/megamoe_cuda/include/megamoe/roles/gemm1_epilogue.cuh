@@ -129,8 +129,8 @@ __device__ __forceinline__ void tap_accumulators(const Cta& cta, const PoolPlan&
         }
 }
 
-__device__ __forceinline__ void finish_gemm1_part(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
-                                                  const Tile& tile, Accumulators& sums, uint32_t exchange, bool alive) {
+__device__ __forceinline__ void gemm1_epilogue(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
+                                               const Tile& tile, Accumulators& sums, uint32_t exchange, bool alive) {
     if constexpr (cfg::kHasBias) {
         constexpr uint32_t kColumns = 2 * cfg::kIntermediateSize;
         add_bias(sums, thread, cta.own().w13_bias + tile.expert * kColumns + tile.n_tile * cfg::kBlockN);
@@ -142,15 +142,6 @@ __device__ __forceinline__ void finish_gemm1_part(const Cta& cta, const PoolPlan
     for (uint32_t half = 0; half < kHalves; ++half) activate_half(sums.values[half]);
     if constexpr (cfg::kHasRowScales) store_a2_fp8(cta, thread, tile, sums, exchange, alive);
     else store_a2_bf16(cta, thread, tile, sums, alive);
-}
-
-__device__ __forceinline__ void gemm1_epilogue(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
-                                               const Tile& tile, Accumulators (&sums)[kParts], uint32_t exchange,
-                                               bool alive) {
-#pragma unroll
-    for (uint32_t part = 0; part < kParts; ++part) {
-        finish_gemm1_part(cta, plan, thread.in_part(part), tile, sums[part], exchange, alive);
-    }
     ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies
     publish_tile(thread, cta.workspace.a2_written(cta.epoch) + tile.block, alive, tile.arrivals());
 }

@@ -13,22 +13,17 @@ namespace megamoe {
 
 constexpr uint32_t kStagedRowBytes = 128;
 constexpr uint32_t kLaneBytes = 16;
-constexpr uint32_t kPartMetaBytes = 16 * static_cast<uint32_t>(sizeof(PoolMeta));
 constexpr uint32_t kSentPayloadBytes = cfg::kTransport == Transport::kBf16 ? 2 * cfg::kHiddenSize : cfg::kHiddenSize;
 
-// Asks for the meta of the warp's 16 rows in each part, before the main loop: it lies in the staging lines when the epilogue
+// Asks for the meta of the warp's 16 rows, before the main loop: it lies in the staging lines when the epilogue
 // comes, and costs no register meanwhile.
 __device__ __forceinline__ void fetch_row_meta(const Cta& cta, const MathThread& thread, const Tile& tile,
                                                uint32_t staging) {
     if (thread.lane >= 16) return;
-#pragma unroll
-    for (uint32_t part = 0; part < kParts; ++part) {
-        const uint32_t row = thread.in_part(part).first_row + thread.lane;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                         staging + part * kPartMetaBytes + thread.lane * static_cast<uint32_t>(sizeof(PoolMeta))),
-                     "l"(cta.workspace.pool_meta(tile.ring_row() + row))
-                     : "memory");
-    }
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     staging + thread.lane * static_cast<uint32_t>(sizeof(PoolMeta))),
+                 "l"(cta.workspace.pool_meta(tile.ring_row() + thread.first_row + thread.lane))
+                 : "memory");
 }
 
 // The home of a row of the warp: lane r holds row r's (lanes from 16 on hold nothing).
@@ -161,8 +156,9 @@ __device__ __forceinline__ void send_half_fp8(float (&values)[64], const float (
     send_staged_lines(staging, rows, column, thread.lane);
 }
 
-__device__ __forceinline__ void finish_gemm2_part(const Cta& cta, const MathThread& thread, const Tile& tile,
-                                                  Accumulators& sums, const RowHome& home, uint32_t staging) {
+__device__ __forceinline__ void gemm2_epilogue(const Cta& cta, const MathThread& thread, const Tile& tile,
+                                               Accumulators& sums, uint32_t staging, bool alive) {
+    const RowHome home = RowHome::await(cta, thread, tile, staging, alive);  // before the lines are used
     if constexpr (cfg::kHasBias) {
         constexpr uint32_t kColumns = cfg::kGemm2NTiles * cfg::kBlockN;
         add_bias(sums, thread, cta.own().w2_bias + tile.expert * kColumns + tile.n_tile * cfg::kBlockN);
@@ -181,19 +177,6 @@ __device__ __forceinline__ void finish_gemm2_part(const Cta& cta, const MathThre
         } else {
             send_half_fp8(sums.values[half], weight, rows, home.combine_row, column, staging, thread);
         }
-    }
-}
-
-__device__ __forceinline__ void gemm2_epilogue(const Cta& cta, const MathThread& thread, const Tile& tile,
-                                               Accumulators (&sums)[kParts], uint32_t staging, bool alive) {
-    RowHome homes[kParts];  // of all parts, before the lines are used
-#pragma unroll
-    for (uint32_t part = 0; part < kParts; ++part) {
-        homes[part] = RowHome::await(cta, thread.in_part(part), tile, staging + part * kPartMetaBytes, alive);
-    }
-#pragma unroll
-    for (uint32_t part = 0; part < kParts; ++part) {
-        finish_gemm2_part(cta, thread.in_part(part), tile, sums[part], homes[part], staging);
     }
     if constexpr (cfg::kRingWraps) {
         publish_tile(thread, cta.workspace.block_retired(cta.epoch) + tile.block, alive, tile.arrivals());

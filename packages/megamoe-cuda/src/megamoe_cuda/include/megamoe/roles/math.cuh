@@ -37,7 +37,7 @@ __device__ __forceinline__ void start_tile(const KernelArguments& arguments, con
 }
 
 __device__ __forceinline__ void end_tile(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
-                                         const TileQueue& queue, uint32_t turn, Accumulators (&sums)[kParts], bool alive) {
+                                         const TileQueue& queue, uint32_t turn, Accumulators& sums, bool alive) {
     const Cta cta = recall_cta(arguments, ring.facts());
     const MathThread thread = MathThread::identify();
     const Tile tile = queue.read(turn);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void math_role(const KernelArguments& arguments, cons
         if constexpr (cfg::kHasRowScales) weight_scales.await();
         if (cfg::kSwappedRows == 0 || tile.num_rows > cfg::kSwappedRows) {
             if constexpr (cfg::kSwappedRows < cfg::kBlockM) {
-                Accumulators sums[kParts];
+                Accumulators sums;
                 start_tile(arguments, ring, queue, turn, loop);
                 loop.multiply(tile, weight_scales, sums);
                 more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
