@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 from megamoe.problem import Activation, QuantMode, Transport
@@ -51,13 +52,18 @@ _OFFSETS = {
 }
 
 
+def _rounded_to_float32(value: float) -> float:
+    """Digits that a float has no room for would be a warning of the compiler's."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
 def kernel_source(config: KernelConfig) -> str:
     """The translation unit to compile; its `#include`s resolve in INCLUDE_DIR."""
     lines = [f"constexpr unsigned int k{name} = {value}u;" for name, value in _integers(config).items()]
     lines += [f"constexpr bool k{name} = {str(value).lower()};" for name, value in _booleans(config).items()]
     lines += [f"constexpr unsigned long long kOffset{name} = {value}ull;" for name, value in _offsets(config).items()]
     lines += [
-        f"constexpr float kLimit = {(config.swiglu_limit or 0.0).hex()}f;",
+        f"constexpr float kLimit = {_rounded_to_float32(config.swiglu_limit or 0.0).hex()}f;",
         f"constexpr Transport kTransport = Transport::{_TRANSPORTS[config.transport]};",
         f"constexpr Activation kActivation = Activation::{_ACTIVATIONS[config.activation]};",
         f"constexpr Mode kMode = Mode::{_MODES[config.quant]};",
