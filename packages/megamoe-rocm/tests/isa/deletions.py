@@ -30,24 +30,7 @@ from megamoe_rocm.aot.compiler import TRITON_VERSION
 from megamoe_rocm.heuristics import buckets
 from megamoe_rocm.isa import Program
 from megamoe_rocm.isa.device import Device, Programs
-from megamoe_rocm.isa.mutation import (
-    COVERED_LATER,
-    IDLE,
-    LAST_BARRIER,
-    LEFT_AS_IT_WAS,
-    LOADS_COVERED,
-    NO_LDS_AROUND,
-    NOTHING_OUTSTANDING,
-    TWIN_BARRIER,
-    WAITED_LATER,
-    WRITE_BACK,
-    Outcome,
-    Report,
-    delete_each,
-    explain,
-    sites,
-    watch,
-)
+from megamoe_rocm.isa.mutation import EQUIVALENT, Outcome, Report, delete_each, explain, kind_of, sites, watch
 from megamoe_rocm.kernels.launch import GFX950
 from megamoe_rocm.kernels.workspace import RankMemory
 
@@ -55,12 +38,6 @@ STEPS_AT_MOST = 4  # times what the whole kernel takes
 NEVER = 2**31 - 1  # patience
 SEEDS = (1, 2, 3)
 MORE_SEEDS = tuple(range(4, 16))  # for what these do not show, unless it is proven to be equivalent
-PROVEN = frozenset(
-    (
-        TWIN_BARRIER, LAST_BARRIER, NO_LDS_AROUND, NOTHING_OUTSTANDING, COVERED_LATER, IDLE, LOADS_COVERED, WRITE_BACK,
-        LEFT_AS_IT_WAS, WAITED_LATER,
-    )
-)  # fmt: skip
 HARNESS = Path(__file__).parents[1] / "kernels/interpreted/harness.py"
 
 
@@ -234,6 +211,7 @@ class Scene:
 WIDE = {"hidden_size": 1280, "intermediate_size": 256}  # two programs along a row in the kernels that take 1024 columns
 # More than the 64 experts a rank, and the 256 picks a program, that the kernels take at a time.
 ROUTING = {"num_experts": 144, "top_k": 4, "hidden_size": 256, "num_max_tokens_per_rank": 104}
+TWO_BLOCKS = {"hidden_size": 512, "intermediate_size": 256, "num_experts": 4}
 COUNT, PUSH, PLAN, STAGE_1, STAGE_2, COMBINE = (
     "count_picks", "push_entries", "plan_blocks", "dispatch_gemm1", "gemm2_p2p", "combine_rows",
 )  # fmt: skip
@@ -260,16 +238,17 @@ SETTINGS: Mapping[str, Sequence[Setting]] = {
             name="late", first=STAGE_1, last=STAGE_1, changes={"hidden_size": 512, "intermediate_size": 256},
             tokens=(20, 5), patience=60, prepare=lose_rows,
         ),
+        # A block of few rows waits for less than the number of a ticket, which is in LDS before.
+        Setting(name="few rows", first=STAGE_1, last=STAGE_1, changes=TWO_BLOCKS, tokens=(2, 1)),
         Setting(  # one program: its rows are there, whether it waits for them or not
-            name="given up", first=STAGE_1, last=STAGE_1, changes={"hidden_size": 512, "intermediate_size": 256},
-            tokens=(20, 5), num_programs=1, prepare=lose_rows_after_giving_up,
+            name="given up", first=STAGE_1, last=STAGE_1, changes=TWO_BLOCKS, tokens=(20, 5), num_programs=1,
+            prepare=lose_rows_after_giving_up,
         ),
     ],
     STAGE_2: [
         Setting(name="call", first=STAGE_2, last=COMBINE, changes={"hidden_size": 256, "intermediate_size": 2304}),
         Setting(
-            name="given up", first=STAGE_2, last=STAGE_2, changes={"hidden_size": 256, "intermediate_size": 256},
-            prepare=give_up,
+            name="given up", first=STAGE_2, last=STAGE_2, changes=TWO_BLOCKS, prepare=give_up,
         ),
     ],
     COMBINE: [
@@ -293,19 +272,35 @@ MODES = (("a4w4", "fp8_blockwise_1x32"), ("a8w4", "bf16"))
 ONE_MODE = frozenset(("copy_input", COUNT, PUSH, PLAN))
 
 
-# Why a kernel may do without a cache operation and the wait that belongs to it. It is deleted all the same: where one
-# of several is needed, its deletion is noticed.
+# Why a kernel may do without an instruction, by mnemonic, or by its text where registers tell it apart; with a cache
+# operation goes its wait. It is deleted all the same: where one of several is needed, its deletion is noticed.
+ONE_SUFFICES = "equivalent: of the invalidates after the flags and those after the aborts one suffices"
+PUBLISHES = "equivalent: it moves those that publish to the first lanes, where they are"
+FIRST_LOOK = "equivalent: the first look at aborts is looked at again before anything follows from it"
+ITS_OWN = "equivalent: only the lane that has the value already uses it"
+MOMENT = "outside of what is compared: the moment at which a wait times out"
 ARGUED: Mapping[tuple[str, str], str] = {
-    (
-        COUNT,
-        "buffer_wbl2",
-    ): "equivalent: only later launches read what it stored; its last program reads what atomics did",
+    (COUNT, "buffer_wbl2"): "equivalent: later launches read what it stored; its last program reads what atomics did",
     (PUSH, "buffer_inv"): "equivalent: what is read after it, earlier launches have written",
     (PUSH, "ds_permute_b32"): "equivalent: it moves those that count or publish to the first lanes, where they are",
+    (PLAN, "buffer_inv"): ONE_SUFFICES,
+    (PLAN, "ds_write_b32 v9, v1"): FIRST_LOOK,
+    (PLAN, "ds_read_b32 v1, v9"): FIRST_LOOK,
+    (PLAN, "ds_write_b32 v14, v13"): MOMENT,
+    (PLAN, "ds_read_b32 v5, v8"): ITS_OWN,
     (
-        PLAN,
+        STAGE_2,
         "buffer_inv",
-    ): "equivalent: of the invalidates after the flags of counts and those of aborts one suffices",
+    ): "equivalent: it is followed by a read of status alone, past the caches",
+    (STAGE_2, "ds_permute_b32"): PUBLISHES,
+    (STAGE_2, "s_waitcnt vmcnt(0)"): "equivalent: the wave waits for its stores once more where it arrives",
+    (COMBINE, "buffer_inv"): ONE_SUFFICES,
+    (COMBINE, "buffer_wbl2"): "equivalent: later launches and the host alone read what it stored",
+    (COMBINE, "ds_write_b32 v6, v1"): FIRST_LOOK,
+    (COMBINE, "ds_read_b32 v1, v6"): FIRST_LOOK,
+    (COMBINE, "ds_write_b32 v13, v16"): MOMENT,
+    (COMBINE, "ds_read_b32 v5, v6"): ITS_OWN,
+    (COMBINE, "ds_permute_b32"): PUBLISHES,
 }
 
 
@@ -346,8 +341,10 @@ def _noticed(outcomes: Sequence[Outcome]) -> str:
     return f"{sum(item.noticed for item in outcomes)} of {len(outcomes)}"
 
 
-def delete(harness: ModuleType, kernel: str, quant: str, transport: str, sample: int | None) -> Result:
-    """Delete instructions of a kernel, all of them if `sample` is None."""
+def delete(
+    harness: ModuleType, kernel: str, quant: str, transport: str, sample: int | None, only: Sequence[str] | None = None
+) -> Result:
+    """Delete instructions of a kernel, all of them if `sample` is None; or `only` those, as records name them."""
     start = time.perf_counter()
     programs = Programs()
     scenes = [Scene(harness, setting, quant, transport, programs) for setting in SETTINGS[kernel]]
@@ -357,8 +354,11 @@ def delete(harness: ModuleType, kernel: str, quant: str, transport: str, sample:
         return all(scene.is_right(program, mutant, seed) for scene in scenes)
 
     known = reasons(program, subject)
-    report = delete_each(program, subject, sites(program, sample=sample, seed=1), seeds=SEEDS, reasons=known)
-    unexplained = [item.index for item in report.survivors if item.reason not in PROVEN]
+    indices = sites(program, sample=sample, seed=1)
+    if only is not None:
+        indices = [index for index in sites(program) if str(program.instructions[index]) in only]
+    report = delete_each(program, subject, indices, seeds=SEEDS, reasons=known)
+    unexplained = [item.index for item in report.survivors if item.reason not in EQUIVALENT]
     more = delete_each(program, subject, unexplained, seeds=MORE_SEEDS, reasons=known)
     again = {item.index: item for item in more.outcomes}
     return Result(
@@ -379,11 +379,30 @@ def reasons(program: Program, subject: Callable[[Program, int], bool]) -> dict[i
         assert subject(watched, seed)
     found = {**seen, **explain(program)}
     for at, item in enumerate(program.instructions):
-        reason = ARGUED.get((program.code.name, item.mnemonic))
+        reason = ARGUED.get((program.code.name, item.mnemonic)) or ARGUED.get((program.code.name, item.text))
         if reason is not None:
             found.setdefault(at, reason)
-            found.setdefault(at + 1 if item.mnemonic == "buffer_wbl2" else at - 1, reason)  # its wait
+            if kind_of(item) == "fence":
+                found.setdefault(at + 1 if item.mnemonic == "buffer_wbl2" else at - 1, reason)  # its wait
     return found
+
+
+def joined(earlier: dict[str, Any], result: Result) -> dict[str, Any]:
+    """An earlier record whose survivors have been deleted again."""
+    again = result.record()
+    assert again["sha256"] == earlier["sha256"], "another code object: delete from it anew"
+    by_kind = dict(earlier["noticed_of_executed"])
+    for outcome in result.report.executed:
+        if outcome.noticed:
+            noticed, _, executed = by_kind[outcome.kind].partition(" of ")
+            by_kind[outcome.kind] = f"{int(noticed) + 1} of {executed}"
+    return {
+        **earlier,
+        "noticed": earlier["executed"] - len(again["survivors"]),
+        "noticed_of_executed": by_kind,
+        "seconds": earlier["seconds"] + again["seconds"],
+        "survivors": again["survivors"],
+    }
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -395,7 +414,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     keys = ("sites", "deleted", "executed", "noticed", "proven", "argued")
     rows = []
     for record in records:
-        proven = sum(survivor["reason"] in PROVEN for survivor in record["survivors"])
+        proven = sum(survivor["reason"] in EQUIVALENT for survivor in record["survivors"])
         argued = sum(bool(survivor["reason"]) for survivor in record["survivors"]) - proven
         rows.append([*(record[key] for key in keys[:4]), proven, argued])
         mode = f"{record['quant']}, {record['transport']}"
@@ -411,6 +430,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="deletions of a kernel; by default every one")
     parser.add_argument("--quant", help="one mode only")
     parser.add_argument("--table", action="store_true", help="print what the folder has, and delete nothing")
+    parser.add_argument("--again", action="store_true", help="only what survived: scenes or reasons have been added")
     arguments = parser.parse_args()
     if arguments.table:
         print(table([json.loads(path.read_text()) for path in sorted(arguments.folder.glob("*.json"))]))
@@ -421,10 +441,13 @@ def main() -> None:
     for kernel in arguments.kernels or SETTINGS:
         modes = [mode for mode in MODES if arguments.quant in (None, mode[0])]
         for quant, transport in modes[: 1 if kernel in ONE_MODE else None]:
-            result = delete(harness, kernel, quant, transport, arguments.sample)
-            print(result.report.table(), flush=True)
             path = arguments.folder / f"{kernel}-{quant}-{transport}.json"
-            path.write_text(json.dumps(result.record(), indent=1) + "\n")
+            earlier = json.loads(path.read_text()) if arguments.again else None
+            only = [survivor["instruction"] for survivor in earlier["survivors"]] if earlier else None
+            result = delete(harness, kernel, quant, transport, arguments.sample, only)
+            print(result.report.table(), flush=True)
+            record = joined(earlier, result) if earlier else result.record()
+            path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

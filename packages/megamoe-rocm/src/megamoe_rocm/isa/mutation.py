@@ -184,6 +184,13 @@ OWN_ARRIVALS = (
     "equivalent in the model: on every path from it or to it another barrier, or an end, without LDS between the two; "
     "what is stored or counted there, each wave waits for and counts itself"
 )
+EQUIVALENT = frozenset(
+    (
+        TWIN_BARRIER, LAST_BARRIER, NO_LDS_AROUND, NOTHING_OUTSTANDING, COVERED_LATER, IDLE, LOADS_COVERED, WRITE_BACK,
+        LEFT_AS_IT_WAS, WAITED_LATER,
+    )
+)  # fmt: skip
+"""What runs or code prove; the others are arguments about a kernel."""
 
 
 def explain(program: Program) -> dict[int, str]:
