@@ -288,6 +288,9 @@ ARGUED: Mapping[tuple[str, str], str] = {
     (PLAN, "ds_read_b32 v1, v9"): FIRST_LOOK,
     (PLAN, "ds_write_b32 v14, v13"): MOMENT,
     (PLAN, "ds_read_b32 v5, v8"): ITS_OWN,
+    (STAGE_1, "buffer_inv"): "outside of the model: a launch begins with all that was in memory then",
+    (STAGE_1, "s_waitcnt vmcnt(0)"): "equivalent: the wave waits for its stores once more where it arrives",
+    (STAGE_1, "ds_write_b32 v1, v0"): "shows where what LDS held before reaches what a block waits for: in no scene",
     (
         STAGE_2,
         "buffer_inv",
