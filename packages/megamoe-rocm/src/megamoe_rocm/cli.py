@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megamoe import env
-from megamoe.cli.console import command
-from megamoe.errors import ConfigError
+from megamoe.cli.console import command, make_folder
 from megamoe_rocm.aot.compiler import import_triton
 from megamoe_rocm.rungs import Rung
 
@@ -33,7 +31,7 @@ def validate_command(
 ) -> None:
     """Machine, code objects, accuracy gates, conformance matrix, benchmark, serving on request; exit 1 if any fails."""
     env.set_rocm_device(device)  # before anything of Triton is imported; the processes of a step are to see it too
-    make_folder(output)
+    make_folder(output, "--output")
     from megamoe_rocm.serving import ServingPlan
     from megamoe_rocm.validate import Step, validate
 
@@ -57,7 +55,7 @@ def compile_command(
 ) -> None:
     """Compile every kernel of the standard configurations for gfx950, without a GPU, and hold each to its promises."""
     if output is not None:
-        make_folder(output)
+        make_folder(output, "--output")
     import_triton()
     from megamoe_rocm.aot import CodeObject, Expectation, check
     from megamoe_rocm.code_store import PACKAGED, build
@@ -85,20 +83,6 @@ def model_command() -> None:
 
     for line in lines():
         typer.echo(line)
-
-
-def make_folder(folder: Path) -> None:
-    """Make what --output names, before the work whose results go there.
-
-    Raises:
-        ConfigError: it is a file, or in a folder that can't be written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output can't be made ({error.strerror})", got=folder, expected="a folder") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError("--output can't be written", got=folder, expected="a folder that can be written to")
 
 
 def main() -> None:
