@@ -169,6 +169,11 @@ def test_prepared_for_something_else(change: dict[str, Any]) -> None:
     assert "prepare_weights" in str(caught.value)
 
 
+def test_a_line_names_prepared_weights_without_their_elements() -> None:
+    assert "layout='plain/v1'" in repr(PREPARED)
+    assert "tensor(" not in repr(PREPARED)  # on a GPU, each would be a copy and a wait
+
+
 def test_expert_tensors_alias() -> None:
     views = expert_tensors(PREPARED)
     views["w"][1] = 5

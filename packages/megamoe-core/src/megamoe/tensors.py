@@ -7,7 +7,7 @@ rank, in the order of their global ids). A session turns them into `PreparedWeig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 import torch
@@ -48,10 +48,10 @@ class ExpertWeights:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors, absent biases left out."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for entry in fields(self):
+            value = getattr(self, entry.name)
             if isinstance(value, Tensor):
-                yield field.name, value
+                yield entry.name, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ class PreparedWeights:
     hidden_size: int
     intermediate_size: int
     expert_bias: bool
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] = field(repr=False)
 
     @classmethod
     def of(cls, problem: MoEProblem, *, backend: str, layout: str, tensors: Mapping[str, Tensor]) -> PreparedWeights:
