@@ -22,8 +22,8 @@ from megamoe_rocm.planning import make_plan
 from megamoe_rocm.rungs import Rung
 
 GATES: Mapping[QuantMode, float] = {QuantMode.A4W4: 0.25, QuantMode.A8W4: 0.10}
-"""Largest relL2 of an output. Source: the issue that asks for this backend; docs/numerics.md has tighter ones, to which
-the conformance matrix holds a backend."""
+"""Largest relL2 of an output that an operator may have to be of use. docs/numerics.md has tighter bounds, to which the
+conformance matrix holds a backend."""
 RANKS, TOKENS = 8, 64  # of the seed's layers
 REHEARSAL_RANKS = 2
 
