@@ -247,6 +247,23 @@ class PreparedWeights:
             )
 
 
+def require_prepared(weights: object, *, backend: str, layout: str, problem: MoEProblem) -> None:
+    """Refuse what is no prepared weights, or was prepared for anything but this: a session's check of an argument.
+
+    Raises:
+        InputError: these are no `PreparedWeights`.
+        LayoutError: names what they were prepared for.
+    """
+    if not isinstance(weights, PreparedWeights):
+        raise InputError(
+            "these weights are not prepared",
+            got=type(weights).__name__,
+            expected="PreparedWeights",
+            hint="make them with this session's prepare_weights()",
+        )
+    weights.require(backend=backend, layout=layout, problem=problem)
+
+
 def expert_tensors(weights: PreparedWeights) -> dict[str, Tensor]:
     """Views `[E_local, ...]` that alias the memory the kernels read.
 

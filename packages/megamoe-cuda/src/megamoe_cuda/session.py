@@ -34,7 +34,7 @@ from megamoe.errors import (
 from megamoe.formats import Quantized, activation_format
 from megamoe.schedule.workspace import WORD
 from megamoe.symm import Group, PeerMemory
-from megamoe.tensors import ExpertWeights, PreparedWeights
+from megamoe.tensors import ExpertWeights, PreparedWeights, require_prepared
 from megamoe_cuda import weights as kernel_weights
 from megamoe_cuda.heuristics import SessionConfig
 from megamoe_cuda.jit.store import load_or_compile
@@ -217,14 +217,8 @@ class CudaSession(DeviceSession):
     def _check_in_full(
         self, payload: Any, scales: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any
     ) -> None:
-        if not isinstance(weights, PreparedWeights):
-            raise InputError(
-                "these weights are not prepared",
-                got=type(weights).__name__,
-                expected="PreparedWeights",
-                hint="make them with this session's prepare_weights()",
-            )
         problem = self.plan.problem
+        require_prepared(weights, backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
         fmt = activation_format(problem.quant, problem.act_format)
         check_call(
             problem,
@@ -235,7 +229,6 @@ class CudaSession(DeviceSession):
             payload_shape=(problem.hidden_size, fmt.payload_dtype),
             scale_shape=None if fmt.scale_dtype is None else (-(-problem.hidden_size // fmt.block), fmt.scale_dtype),
         )
-        weights.require(backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
         if topk_ids.device != self._device:
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
 

@@ -23,7 +23,7 @@ from megamoe.formats import Quantized, activation_format
 from megamoe.schedule.waves import Ring
 from megamoe.symm import Group, PeerMemory
 from megamoe.symm.agreement import agree
-from megamoe.tensors import ExpertWeights, Mxfp4Weights, PreparedWeights
+from megamoe.tensors import ExpertWeights, Mxfp4Weights, PreparedWeights, require_prepared
 from megamoe_rocm import weights as kernel_weights
 from megamoe_rocm.heuristics import SessionConfig, TileConfig
 from megamoe_rocm.kernels.launch import PHASES, CallTensors, RankCall, stage1_parameters
@@ -181,7 +181,7 @@ class RocmSession(DeviceSession):
             payload_shape=(hidden // fmt.values_per_item, fmt.payload_dtype),
             scale_shape=(hidden // fmt.block, torch.uint8),
         )
-        weights.require(backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
+        require_prepared(weights, backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
         if topk_ids.device.type != self._device.type:
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
         if self._check_ids:

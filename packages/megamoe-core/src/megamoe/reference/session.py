@@ -40,7 +40,7 @@ from megamoe.stages.multiply import heights_agree
 from megamoe.stages.route import out_of_range
 from megamoe.symm import Group
 from megamoe.symm.shm import connect_process_group
-from megamoe.tensors import ExpertWeights, PreparedWeights
+from megamoe.tensors import ExpertWeights, PreparedWeights, require_prepared
 
 WORKSPACE_ALIGN = 16  # bytes; what torch needs to view them as words
 
@@ -171,14 +171,7 @@ class ReferenceSession(Session):
     ) -> RankArguments:
         """Hold one rank's arguments against the plan, before anything is sent."""
         problem, fmt = self._plan.problem, self._fmt
-        if not isinstance(weights, PreparedWeights):
-            raise InputError(
-                "these weights are not prepared",
-                got=type(weights).__name__,
-                expected="PreparedWeights",
-                hint="make them with this session's prepare_weights()",
-            )
-        weights.require(backend=self.plan.backend, layout=self.weight_layout, problem=problem)
+        require_prepared(weights, backend=self.plan.backend, layout=self.weight_layout, problem=problem)
         num_rows = check_call(
             problem,
             hidden_states,

@@ -165,6 +165,23 @@ def test_prepared_for_something_else(
         check_same_bits(session.forward(calls, good), expected, "after refused weights")
 
 
+def _tensors_alone(prepared: PreparedWeights) -> Any:
+    return dict(prepared.tensors)
+
+
+def test_weights_that_are_not_prepared(workbench: Workbench) -> None:
+    """`forward` takes nothing but prepared weights, and says so before anything is sent."""
+    case = workbench.any_case(tokens=(5,))
+    calls = workbench.calls(case)
+    with workbench.open(case.problem) as session:
+        good, bad = session.prepare(workbench.shards(case)), session.prepare(workbench.shards(case))
+        expected = session.forward(calls, good)
+        session.change_weights(bad, _tensors_alone)
+        with pytest.raises(InputError, match="are not prepared; got dict"):
+            session.forward(calls, bad)
+        check_same_bits(session.forward(calls, good), expected, "after refused weights")
+
+
 WRONG: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
     "experts": lambda tensors: {name: tensor[:-1] for name, tensor in tensors.items()},
     "shape": lambda tensors: {"w2_weight": tensors["w2_weight"][:, :-1]},
