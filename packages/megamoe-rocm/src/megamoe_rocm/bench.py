@@ -57,6 +57,19 @@ class Shape:
     experts_per_rank: int
     top_k: int
 
+    def problem(self, quant: QuantMode, transport: Transport, *, ep_size: int, capacity: int) -> MoEProblem:
+        """The layer in a mode, over `ep_size` ranks with up to `capacity` tokens each."""
+        return MoEProblem(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.experts_per_rank * ep_size,
+            top_k=self.top_k,
+            num_max_tokens_per_rank=capacity,
+            ep_size=ep_size,
+            quant=quant,
+            transport=transport,
+        )
+
 
 SHAPES = (
     Shape(hidden_size=7168, intermediate_size=3072, experts_per_rank=48, top_k=6),  # the seed's: 384 experts over 8
@@ -146,16 +159,7 @@ def _measurements(shape: Shape, quant: QuantMode, ep_size: int, options: SuiteOp
     default = REHEARSAL_TOKENS if shape is REHEARSAL else TOKENS
     for num_tokens in options.tokens or default:
         for transport in Transport:
-            problem = MoEProblem(
-                hidden_size=shape.hidden_size,
-                intermediate_size=shape.intermediate_size,
-                num_experts=shape.experts_per_rank * ep_size,
-                top_k=shape.top_k,
-                num_max_tokens_per_rank=num_tokens,
-                ep_size=ep_size,
-                quant=quant,
-                transport=transport,
-            )
+            problem = shape.problem(quant, transport, ep_size=ep_size, capacity=num_tokens)
             yield Measurement(problem=problem, num_tokens=num_tokens, repeats=options.repeats, config=options.config)
 
 

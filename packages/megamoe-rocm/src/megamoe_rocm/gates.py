@@ -17,7 +17,7 @@ from megamoe.reference.oracle import oracle
 from megamoe.testing.tolerances import calc_diff, rel_l2
 from megamoe_rocm import rungs
 from megamoe_rocm.backend import RocmBackend
-from megamoe_rocm.bench import REHEARSAL, REHEARSAL_TOKENS, SHAPES, Shape, call_arguments, random_experts
+from megamoe_rocm.bench import REHEARSAL, REHEARSAL_TOKENS, SHAPES, call_arguments, random_experts
 from megamoe_rocm.planning import make_plan
 from megamoe_rocm.rungs import Rung
 
@@ -63,21 +63,9 @@ def measure() -> Iterator[GateRow]:
     for shape in (REHEARSAL,) if rehearsal else SHAPES:
         for quant in GATES:
             for transport in Transport:
-                problem = _problem(shape, quant, transport, REHEARSAL_RANKS if rehearsal else RANKS)
+                ep_size = REHEARSAL_RANKS if rehearsal else RANKS
+                problem = shape.problem(quant, transport, ep_size=ep_size, capacity=TOKENS)
                 yield measure_layer(problem, REHEARSAL_TOKENS[0] if rehearsal else TOKENS)
-
-
-def _problem(shape: Shape, quant: QuantMode, transport: Transport, ep_size: int) -> MoEProblem:
-    return MoEProblem(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_experts=shape.experts_per_rank * ep_size,
-        top_k=shape.top_k,
-        num_max_tokens_per_rank=TOKENS,
-        ep_size=ep_size,
-        quant=quant,
-        transport=transport,
-    )
 
 
 def measure_layer(problem: MoEProblem, num_tokens: int) -> GateRow:
