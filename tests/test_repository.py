@@ -21,7 +21,17 @@ CORE_SRC = ROOT / "packages/megamoe-core/src"
 LAYERS = [
     ("_version", "errors", "env", "problem", "schedule", "formats"),
     ("stages", "layouts", "symm"),
-    ("tensors", "backend", "opening", "device_session", "registry", "expert_map", "shared_experts", "meter"),
+    (
+        "tensors",
+        "backend",
+        "call_checks",
+        "opening",
+        "device_session",
+        "registry",
+        "expert_map",
+        "shared_experts",
+        "meter",
+    ),
     ("reference", "ops", "testing", "bench", "checkpoint", "launch", "integrations", "cli", "__main__"),
     ("__init__",),
 ]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import Plan, SessionStats, StageTaps
-from megamoe.device_session import DeviceSession, one_each, require_ids
-from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError, SessionError
-from megamoe.formats import FP8_1X128, Quantized
+from megamoe.device_session import DeviceSession
+from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError, SessionError
 from megamoe.problem import MoEProblem
 from megamoe.reference.backend import ReferenceBackend
 from megamoe.symm import Group, InprocGroup, PeerMemory
@@ -178,22 +177,3 @@ def test_taps_have_to_be_kept() -> None:
             session.taps()
         session._gate_up = [torch.zeros(1)] * 2
         assert session.taps() == [None, None]
-
-
-QUANTIZED = Quantized(payload=torch.zeros(2, 128).to(torch.float8_e4m3fn), scales=torch.ones(2, 1), fmt=FP8_1X128)
-
-
-@pytest.mark.parametrize("value", [torch.zeros(2, 3), QUANTIZED, 2, 2.5, "ab", [torch.zeros(2)]])
-def test_virtual_ranks_take_one_entry_each(value: Any) -> None:
-    with pytest.raises(InputError, match="hidden_states is not one entry per virtual rank"):
-        one_each("hidden_states", value, 2)
-    assert one_each("hidden_states", [value, value], 2) == [value, value]
-    assert one_each("out", None, 2) == (None, None)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ids_of_no_expert_are_named(dtype: torch.dtype) -> None:
-    ids = torch.tensor([[0, -1], [3, 4], [-2, 1]], dtype=dtype)
-    require_ids(ids[:1], 4)
-    with pytest.raises(InputError, match=r"topk_ids\[1, 1\] is no expert's id; got 4, and 1 more"):
-        require_ids(ids, 4)

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
-from megamoe.errors import CapacityError, ConfigError, InputError, SessionError, UnsupportedProblemError
+from megamoe.errors import ConfigError, SessionError, UnsupportedProblemError
 from megamoe.formats import Quantized
 from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport
 from megamoe.schedule.device_spec import DeviceSpec
@@ -436,100 +435,7 @@ class Session(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- checks that every backend shares ------------------------------------------------------------------------
-
     def require_open(self) -> None:
         """Raise SessionError once closed."""
         if self.closed:
             raise SessionError("this session is closed", hint="open a new one with backend.open(plan, group)")
-
-
-def check_call(
-    problem: MoEProblem,
-    hidden_states: HiddenStates,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    out: Tensor | None,
-    *,
-    payload_shape: tuple[int, torch.dtype],
-    scale_shape: tuple[int, torch.dtype] | None,
-) -> int:
-    """Check one rank's arguments of `forward` on the host, without reading a tensor's contents; returns T.
-
-    Args:
-        problem: what the session runs.
-        hidden_states: BF16, or payload and scales.
-        topk_ids: ids.
-        topk_weights: router weights.
-        out: output, or None.
-        payload_shape: columns and dtype of a row of pre-quantised payload.
-        scale_shape: columns and dtype of its scales, or None where the mode has none.
-
-    Raises:
-        CapacityError, InputError: see `Session.forward`.
-    """
-    payload, scales = _split(hidden_states)
-    if payload.dim() != 2:
-        raise InputError("hidden_states is not a matrix", got=tuple(payload.shape), expected="[T, H]")
-    num_tokens = payload.shape[0]
-    if num_tokens > problem.num_max_tokens_per_rank:
-        raise CapacityError(
-            "more tokens than the session holds",
-            got=num_tokens,
-            expected=f"at most num_max_tokens_per_rank = {problem.num_max_tokens_per_rank}",
-            hint="split the batch, or plan a larger capacity",
-        )
-    if scales is None:
-        _expect("hidden_states", payload, (num_tokens, problem.hidden_size), (torch.bfloat16,))
-    elif scale_shape is None:
-        raise InputError(
-            f"mode {problem.quant} has no activation scales", got="(payload, scales)", expected="BF16 [T, H]"
-        )
-    else:
-        _expect("hidden_states payload", payload, (num_tokens, payload_shape[0]), (payload_shape[1],))
-        _expect("hidden_states scales", scales, (num_tokens, scale_shape[0]), _same_bytes(scale_shape[1]))
-    picks = (num_tokens, problem.top_k)
-    _expect("topk_ids", topk_ids, picks, (torch.int32, torch.int64))
-    _expect("topk_weights", topk_weights, picks, (torch.float32,))
-    if out is not None:
-        _expect("out", out, (num_tokens, problem.hidden_size), (torch.bfloat16,))
-        if not out.is_contiguous():
-            raise InputError(
-                "out is not contiguous", got=f"strides {out.stride()}", expected=f"({problem.hidden_size}, 1)"
-            )
-    devices = {tensor.device for tensor in (payload, scales, topk_ids, topk_weights, out) if tensor is not None}
-    if len(devices) > 1:
-        raise InputError("arguments on several devices", got=sorted(map(str, devices)), expected="one device")
-    return num_tokens
-
-
-def _split(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
-    if isinstance(hidden_states, Tensor):
-        return hidden_states, None
-    if isinstance(hidden_states, Quantized):
-        return hidden_states.payload, hidden_states.scales
-    pair = tuple(hidden_states) if isinstance(hidden_states, tuple | list) else ()
-    if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
-        raise InputError(
-            "hidden_states is neither a tensor nor a pair of them",
-            got=f"a pair of {' and '.join(type(part).__name__ for part in pair)}"
-            if len(pair) == 2
-            else type(hidden_states).__name__,
-            expected="BF16 [T, H], or (payload, scales)",
-        )
-    return pair[0], pair[1]
-
-
-def _same_bytes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """An E8M0 scale is the same byte as uint8 and as float8_e8m0fnu."""
-    e8m0 = (torch.uint8, torch.float8_e8m0fnu)
-    return e8m0 if dtype in e8m0 else (dtype,)
-
-
-def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"{name} is not a tensor", got=type(tensor).__name__, expected=f"a tensor of shape {shape}")
-    if tuple(tensor.shape) != shape:
-        raise InputError(f"{name} has the wrong shape", got=tuple(tensor.shape), expected=shape)
-    if tensor.dtype not in dtypes:
-        raise InputError(f"{name} has the wrong dtype", got=tensor.dtype, expected=" or ".join(map(str, dtypes)))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import Plan, Session, SessionStats, StageTaps
-from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, SessionError
+from megamoe.errors import MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.symm import Group, PeerMemory
 
 
@@ -222,42 +222,6 @@ class DeviceSession(Session):
     def _per_rank(self, values: Sequence[Any]) -> Any:
         """A list with virtual ranks, else this rank's."""
         return list(values) if self.ep_rank is None else values[0]
-
-
-def one_each(name: str, value: Any, num_ranks: int) -> Sequence[Any]:
-    """An argument of `forward` with virtual ranks: one entry a rank; None stands for None of each.
-
-    Raises:
-        InputError: it is not a sequence of `num_ranks` entries.
-    """
-    if value is None:
-        return (None,) * num_ranks
-    if not isinstance(value, list | tuple) or len(value) != num_ranks:
-        raise InputError(
-            f"{name} is not one entry per virtual rank", got=type(value).__name__, expected=f"a list of {num_ranks}"
-        )
-    entries: Sequence[Any] = value
-    return entries
-
-
-def require_ids(topk_ids: Tensor, num_experts: int) -> None:
-    """Raise for an id outside [-1, num_experts). Synchronises, hence in debug mode only.
-
-    Args:
-        topk_ids: `[T, K]`, int32 or int64.
-        num_experts: global, physical.
-
-    Raises:
-        InputError: names the first and how many more there are.
-    """
-    wrong = ((topk_ids < -1) | (topk_ids >= num_experts)).nonzero()
-    if len(wrong):
-        token, slot = wrong[0].tolist()
-        raise InputError(
-            f"topk_ids[{token}, {slot}] is no expert's id",
-            got=f"{topk_ids[token, slot].item()}, and {len(wrong) - 1} more like it",
-            expected=f"-1 to {num_experts - 1}",
-        )
 
 
 def _nothing() -> None:

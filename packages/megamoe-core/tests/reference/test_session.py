@@ -220,9 +220,9 @@ def test_virtual_ranks_take_lists() -> None:
     layer = make_layer(ep_size=2)
     session, weights = open_virtual(layer)
     x, ids, topk_weights = layer.all_tokens()
-    with pytest.raises(InputError, match="one entry a rank"):
+    with pytest.raises(InputError, match="hidden_states is not one entry per virtual rank"):
         session.forward(x[0], ids, topk_weights, weights)
-    with pytest.raises(InputError, match="one entry a rank"):
+    with pytest.raises(InputError, match="weights is not one entry per virtual rank; got 1 entries"):
         session.forward(x, ids, topk_weights, weights[:1])
 
 

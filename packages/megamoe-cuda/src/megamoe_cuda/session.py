@@ -21,8 +21,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.backend import HiddenStates, Plan, StageTaps, check_call
-from megamoe.device_session import DeviceSession, one_each, require_ids
+from megamoe.backend import HiddenStates, Plan, StageTaps
+from megamoe.call_checks import by_rank, check_call, require_ids
+from megamoe.device_session import DeviceSession
 from megamoe.errors import (
     CaptureError,
     InputError,
@@ -118,9 +119,8 @@ class CudaSession(DeviceSession):
         self._require_healthy()
         arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
         if self.ep_rank is None:
-            names = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")
-            per_rank = [one_each(name, value, len(self._driven)) for name, value in zip(names, arguments, strict=True)]
-            calls = [self._prepare_call(index, *values) for index, values in enumerate(zip(*per_rank, strict=True))]
+            rows = by_rank(arguments, len(self._driven))
+            calls = [self._prepare_call(index, *row) for index, row in enumerate(rows)]
         else:
             calls = [self._prepare_call(0, *arguments)]
         kernel = self._kernel_for(max(call.num_rows for call in calls))
@@ -152,20 +152,22 @@ class CudaSession(DeviceSession):
         """Check one rank's arguments and turn them into addresses."""
         payload, scales = _payload_and_scales(hidden_states)
         self._check_tensors(payload, scales, topk_ids, topk_weights, weights, out)
+        num_rows: int = payload.shape[0]
+        host_tokens, device_tokens = num_rows, 0
+        if num_tokens is not None:
+            host_tokens, device_tokens = self._num_tokens(num_tokens, num_rows)
         if self._check_ids and not torch.cuda.is_current_stream_capturing():
-            require_ids(topk_ids, self.plan.problem.num_experts)
+            valid = max(0, int(num_tokens)) if device_tokens else host_tokens
+            require_ids(topk_ids[:valid], self.plan.problem.num_experts)
         payload, topk_ids, topk_weights = payload.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         if scales is not None:
             scales = scales.contiguous()
         address = payload.data_ptr()
         if address % INPUT_ALIGNMENT:
             raise InputError("hidden_states start at an odd address", got=hex(address), expected="a multiple of 16")
-        num_rows: int = payload.shape[0]
         if out is None:
             out = torch.empty(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
-        host_tokens, device_tokens = num_rows, 0
         if num_tokens is not None:
-            host_tokens, device_tokens = self._num_tokens(num_tokens, num_rows)
             out.zero_()  # the kernel writes valid rows only
         tensors = weights.tensors
         launch = RankCall(
@@ -234,8 +236,6 @@ class CudaSession(DeviceSession):
 
     def _num_tokens(self, num_tokens: Any, num_rows: int) -> tuple[int, int]:
         """The number on the host, and the address of the one on the device or 0."""
-        if num_tokens is None:
-            return num_rows, 0
         if isinstance(num_tokens, int) and not isinstance(num_tokens, bool):
             if not 0 <= num_tokens <= num_rows:
                 raise InputError("num_tokens is out of range", got=num_tokens, expected=f"0 to {num_rows}")

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megamoe.backend import HiddenStates, Plan, StageTaps, check_call
-from megamoe.device_session import DeviceSession, one_each, require_ids
+from megamoe.backend import HiddenStates, Plan, StageTaps
+from megamoe.call_checks import by_rank, check_call, require_ids
+from megamoe.device_session import DeviceSession
 from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.formats import Quantized, activation_format
 from megamoe.schedule.waves import Ring
@@ -121,13 +122,9 @@ class RocmSession(DeviceSession):
     ) -> Any:
         """COLLECTIVE, stream-ordered. See `Session.forward`."""
         self._require_healthy()
-        values = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
-        names = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")
-        per_rank = [
-            one_each(name, value, len(self._driven)) if self.ep_rank is None else (value,)
-            for name, value in zip(names, values, strict=True)
-        ]
-        calls = [self._checked(index, *arguments) for index, arguments in enumerate(zip(*per_rank, strict=True))]
+        arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        rows = by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments]
+        calls = [self._checked(index, *row) for index, row in enumerate(rows)]
         self._run(calls)
         self._calls += 1
         return self._per_rank([call.out for call in calls])
@@ -184,8 +181,10 @@ class RocmSession(DeviceSession):
         require_prepared(weights, backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
         if topk_ids.device.type != self._device.type:
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
+        limit = self._limit(num_tokens, num_rows)
         if self._check_ids:
-            require_ids(topk_ids, problem.num_experts)
+            valid = num_rows if num_tokens is None else max(0, int(limit))
+            require_ids(topk_ids[:valid], problem.num_experts)
         payload, scales = _payload_and_scales(hidden_states)
         if out is None:
             out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
@@ -198,7 +197,7 @@ class RocmSession(DeviceSession):
             topk_weights=_aligned(topk_weights.contiguous()),
             weights=weights.tensors,
             out=out,
-            num_tokens=self._limit(num_tokens, num_rows),
+            num_tokens=limit,
             report=self._reports[index],
             gate_up_tap=None if self._gate_up is None else self._gate_up[index],
         )

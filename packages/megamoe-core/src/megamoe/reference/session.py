@@ -14,13 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backend import (
-    HiddenStates,
-    Session,
-    StageTaps,
-    VirtualRanks,
-    check_call,
-)
+from megamoe.backend import HiddenStates, Session, StageTaps, VirtualRanks
+from megamoe.call_checks import by_rank, check_call, require_ids
 from megamoe.errors import (
     ConfigError,
     InputError,
@@ -37,7 +32,6 @@ from megamoe.reference.plan import ReferencePlan
 from megamoe.reference.weights import ExpertReader, MatrixCache, named_tensors
 from megamoe.schedule.protocol import Call, next_epoch
 from megamoe.stages.multiply import heights_agree
-from megamoe.stages.route import out_of_range
 from megamoe.symm import Group
 from megamoe.symm.shm import connect_process_group
 from megamoe.tensors import ExpertWeights, PreparedWeights, require_prepared
@@ -120,7 +114,7 @@ class ReferenceSession(Session):
         finally:
             self._calling.release()
 
-    def _forward(self, columns: Sequence[Any]) -> Any:
+    def _forward(self, arguments: Sequence[Any]) -> Any:
         self.require_open()
         if self._failure is not None:
             raise SessionError(
@@ -129,36 +123,22 @@ class ReferenceSession(Session):
             )
         epoch = next_epoch(self._plan.config.first_epoch, self._num_calls)
         try:
-            arguments = [self._check_rank(*row) for row in self._per_rank(columns)]
+            rows = by_rank(arguments, len(self._executors)) if self._virtual else [arguments]
+            checked = [self._check_rank(*row) for row in rows]
         except Exception as error:
             if self._group is not None and self._group.size > 1:
                 self._fail(error, epoch)
             raise
         self._num_calls += 1
         try:
-            self._drive(arguments, epoch)
+            self._drive(checked, epoch)
         except BaseException as error:
-            _fill(arguments, torch.nan)
+            _fill(checked, torch.nan)
             self._fail(error, epoch)
             raise
-        _fill(arguments, 0, padding=True)
-        outputs = [rank.out for rank in arguments]
+        _fill(checked, 0, padding=True)
+        outputs = [rank.out for rank in checked]
         return outputs if self._virtual else outputs[0]
-
-    def _per_rank(self, columns: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """One tuple of arguments per rank that this session drives."""
-        if not self._virtual:
-            return [tuple(columns)]
-        size = len(self._executors)
-        filled = [[None] * size if column is None else column for column in columns]
-        for column in filled:
-            if not isinstance(column, list | tuple) or len(column) != size:
-                raise InputError(
-                    "with virtual ranks every argument is a list, one entry a rank",
-                    got=f"{len(column)} entries" if isinstance(column, list | tuple) else type(column).__name__,
-                    expected=f"{size} entries",
-                )
-        return list(zip(*filled, strict=True))
 
     def _check_rank(
         self,
@@ -184,13 +164,8 @@ class ReferenceSession(Session):
         if topk_ids.device.type != "cpu":
             raise InputError("the reference computes on CPU", got=topk_ids.device, expected="CPU tensors")
         valid = _valid_rows(num_tokens, num_rows)
-        if env.debug() and bool((foreign := out_of_range(topk_ids[:valid], problem.num_experts)).any()):
-            token, slot = foreign.nonzero()[0].tolist()
-            raise InputError(
-                f"topk_ids[{token}, {slot}] is not an expert",
-                got=int(topk_ids[token, slot]),
-                expected=f"-1 to {problem.num_experts - 1}",
-            )
+        if env.debug():
+            require_ids(topk_ids[:valid], problem.num_experts)
         if out is None:
             out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device="cpu")
         return RankArguments(

@@ -56,6 +56,9 @@ def test_ids_are_checked_in_debug_mode(workbench: Workbench, monkeypatch: pytest
         with pytest.raises(InputError, match=f"topk_ids.*{case.problem.num_experts}"):
             session.forward([replace(call, topk_ids=ids)], weights)
         check_shape(case.problem, [call], session.forward([call], weights))
+        if Capability.NUM_TOKENS in workbench.backend.capabilities():  # padding may hold anything
+            for num_tokens in (4, torch.tensor(4, dtype=torch.int32)):
+                session.forward([replace(call, topk_ids=ids, num_tokens=num_tokens)], weights)
 
 
 def test_int32_ids(workbench: Workbench) -> None:

@@ -1,0 +1,154 @@
+"""What the sessions of every backend ask of the arguments of a call, before anything is launched or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.backend import HiddenStates
+from megamoe.errors import CapacityError, InputError
+from megamoe.formats import Quantized
+from megamoe.problem import MoEProblem
+from megamoe.stages.route import out_of_range
+
+ARGUMENTS = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")  # of `Session.forward`
+
+
+def check_call(
+    problem: MoEProblem,
+    hidden_states: HiddenStates,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    out: Tensor | None,
+    *,
+    payload_shape: tuple[int, torch.dtype],
+    scale_shape: tuple[int, torch.dtype] | None,
+) -> int:
+    """Check one rank's arguments of `forward` on the host, without reading a tensor's contents; returns T.
+
+    Args:
+        problem: what the session runs.
+        hidden_states: BF16, or payload and scales.
+        topk_ids: ids.
+        topk_weights: router weights.
+        out: output, or None.
+        payload_shape: columns and dtype of a row of pre-quantised payload.
+        scale_shape: columns and dtype of its scales, or None where the mode has none.
+
+    Raises:
+        CapacityError, InputError: see `Session.forward`.
+    """
+    payload, scales = _split(hidden_states)
+    if payload.dim() != 2:
+        raise InputError("hidden_states is not a matrix", got=tuple(payload.shape), expected="[T, H]")
+    num_tokens = payload.shape[0]
+    if num_tokens > problem.num_max_tokens_per_rank:
+        raise CapacityError(
+            "more tokens than the session holds",
+            got=num_tokens,
+            expected=f"at most num_max_tokens_per_rank = {problem.num_max_tokens_per_rank}",
+            hint="split the batch, or plan a larger capacity",
+        )
+    if scales is None:
+        _expect("hidden_states", payload, (num_tokens, problem.hidden_size), (torch.bfloat16,))
+    elif scale_shape is None:
+        raise InputError(
+            f"mode {problem.quant} has no activation scales", got="(payload, scales)", expected="BF16 [T, H]"
+        )
+    else:
+        _expect("hidden_states payload", payload, (num_tokens, payload_shape[0]), (payload_shape[1],))
+        _expect("hidden_states scales", scales, (num_tokens, scale_shape[0]), _same_bytes(scale_shape[1]))
+    picks = (num_tokens, problem.top_k)
+    _expect("topk_ids", topk_ids, picks, (torch.int32, torch.int64))
+    _expect("topk_weights", topk_weights, picks, (torch.float32,))
+    if out is not None:
+        _expect("out", out, (num_tokens, problem.hidden_size), (torch.bfloat16,))
+        if not out.is_contiguous():
+            raise InputError(
+                "out is not contiguous", got=f"strides {out.stride()}", expected=f"({problem.hidden_size}, 1)"
+            )
+    devices = {tensor.device for tensor in (payload, scales, topk_ids, topk_weights, out) if tensor is not None}
+    if len(devices) > 1:
+        raise InputError("arguments on several devices", got=sorted(map(str, devices)), expected="one device")
+    return num_tokens
+
+
+def by_rank(arguments: Sequence[Any], num_ranks: int) -> list[tuple[Any, ...]]:
+    """Arguments of `forward` with virtual ranks, one tuple a rank; None stands for None of each.
+
+    Args:
+        arguments: those of `ARGUMENTS`, in that order.
+        num_ranks: how many entries each must have.
+
+    Raises:
+        InputError: one is not a list or tuple of `num_ranks` entries; names it.
+    """
+    return list(zip(*(_one_each(*each, num_ranks) for each in zip(ARGUMENTS, arguments, strict=True)), strict=True))
+
+
+def _one_each(name: str, value: Any, num_ranks: int) -> Sequence[Any]:
+    if value is None:
+        return (None,) * num_ranks
+    if not isinstance(value, list | tuple) or len(value) != num_ranks:
+        raise InputError(
+            f"{name} is not one entry per virtual rank",
+            got=f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__,
+            expected=f"a list of {num_ranks}",
+        )
+    entries: Sequence[Any] = value
+    return entries
+
+
+def require_ids(topk_ids: Tensor, num_experts: int) -> None:
+    """Raise for an id outside [-1, num_experts). Synchronises, hence in debug mode only.
+
+    Args:
+        topk_ids: `[T, K]`, int32 or int64; rows that are no padding.
+        num_experts: global, physical.
+
+    Raises:
+        InputError: names the first and how many more there are.
+    """
+    wrong = out_of_range(topk_ids, num_experts).nonzero()
+    if len(wrong):
+        token, slot = wrong[0].tolist()
+        raise InputError(
+            f"topk_ids[{token}, {slot}] is no expert's id",
+            got=f"{topk_ids[token, slot].item()}, and {len(wrong) - 1} more like it",
+            expected=f"-1 to {num_experts - 1}",
+        )
+
+
+def _split(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
+    if isinstance(hidden_states, Tensor):
+        return hidden_states, None
+    if isinstance(hidden_states, Quantized):
+        return hidden_states.payload, hidden_states.scales
+    pair = tuple(hidden_states) if isinstance(hidden_states, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+        raise InputError(
+            "hidden_states is neither a tensor nor a pair of them",
+            got=f"a pair of {' and '.join(type(part).__name__ for part in pair)}"
+            if len(pair) == 2
+            else type(hidden_states).__name__,
+            expected="BF16 [T, H], or (payload, scales)",
+        )
+    return pair[0], pair[1]
+
+
+def _same_bytes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """An E8M0 scale is the same byte as uint8 and as float8_e8m0fnu."""
+    e8m0 = (torch.uint8, torch.float8_e8m0fnu)
+    return e8m0 if dtype in e8m0 else (dtype,)
+
+
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name} is not a tensor", got=type(tensor).__name__, expected=f"a tensor of shape {shape}")
+    if tuple(tensor.shape) != shape:
+        raise InputError(f"{name} has the wrong shape", got=tuple(tensor.shape), expected=shape)
+    if tensor.dtype not in dtypes:
+        raise InputError(f"{name} has the wrong dtype", got=tensor.dtype, expected=" or ".join(map(str, dtypes)))

@@ -1,0 +1,154 @@
+"""The checks of a call's arguments that the sessions of all backends share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.call_checks import ARGUMENTS, by_rank, check_call, require_ids
+from megamoe.errors import CapacityError, InputError
+from megamoe.formats import FP8_1X128, MXFP8
+from megamoe.problem import MoEProblem
+
+H, K, CAPACITY = 256, 2, 8
+
+
+def problem(**fields: Any) -> MoEProblem:
+    return MoEProblem(
+        hidden_size=H, intermediate_size=128, num_experts=4, top_k=K, num_max_tokens_per_rank=CAPACITY, **fields
+    )
+
+
+def call(num_tokens: int = 5, **changes: Any) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.zeros(num_tokens, H, dtype=torch.bfloat16),
+        "topk_ids": torch.zeros(num_tokens, K, dtype=torch.int64),
+        "topk_weights": torch.zeros(num_tokens, K),
+        "out": None,
+        **changes,
+    }
+
+
+def check(arguments: dict[str, Any], *, mxfp8: bool = False) -> int:
+    if mxfp8:
+        shapes: dict[str, Any] = {
+            "payload_shape": (H, torch.float8_e4m3fn),
+            "scale_shape": (H // 32, torch.uint8),
+        }
+    else:
+        shapes = {"payload_shape": (H, torch.float8_e4m3fn), "scale_shape": (H // 128, torch.float32)}
+    layer = problem(quant="a8w4" if mxfp8 else "a8w8")
+    return check_call(
+        layer, arguments["hidden_states"], arguments["topk_ids"], arguments["topk_weights"], arguments["out"], **shapes
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, CAPACITY])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_good_calls(num_tokens: int, ids: torch.dtype) -> None:
+    out = torch.empty(num_tokens, H, dtype=torch.bfloat16)
+    arguments = call(num_tokens, topk_ids=torch.zeros(num_tokens, K, dtype=ids), out=out)
+    assert check(arguments) == num_tokens
+
+
+def test_over_capacity() -> None:
+    with pytest.raises(CapacityError, match=r"got 9; expected at most num_max_tokens_per_rank = 8.*larger capacity"):
+        check(call(CAPACITY + 1))
+
+
+@pytest.mark.parametrize(
+    "name, value, match",
+    [
+        ("hidden_states", torch.zeros(5, H), "hidden_states has the wrong dtype; got torch.float32.*bfloat16"),
+        ("hidden_states", torch.zeros(5, H - 1, dtype=torch.bfloat16), r"wrong shape; got \(5, 255\); expected"),
+        ("hidden_states", torch.zeros(H, dtype=torch.bfloat16), "hidden_states is not a matrix"),
+        ("topk_ids", torch.zeros(5, K, dtype=torch.int16), "topk_ids has the wrong dtype; got torch.int16.*int32 or"),
+        ("topk_ids", torch.zeros(4, K, dtype=torch.int64), "topk_ids has the wrong shape"),
+        ("topk_ids", torch.zeros(5, K + 1, dtype=torch.int64), "topk_ids has the wrong shape"),
+        ("topk_weights", torch.zeros(5, K, dtype=torch.bfloat16), "topk_weights has the wrong dtype"),
+        ("topk_weights", torch.zeros(5), "topk_weights has the wrong shape"),
+        ("out", torch.zeros(5, H), "out has the wrong dtype"),
+        ("out", torch.zeros(6, H, dtype=torch.bfloat16), "out has the wrong shape"),
+        ("out", torch.zeros(H, 5, dtype=torch.bfloat16).t(), "out is not contiguous"),
+        ("topk_ids", torch.zeros(5, K, dtype=torch.int64, device="meta"), "several devices.*cpu.*meta"),
+    ],
+)  # fmt: skip
+def test_bad_calls(name: str, value: torch.Tensor, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        check(call(**{name: value}))
+
+
+def test_quantised_input() -> None:
+    quantized = FP8_1X128.quantize(torch.randn(5, H, generator=torch.Generator().manual_seed(0)))
+    assert check(call(hidden_states=quantized)) == 5
+    assert check(call(hidden_states=(quantized.payload, quantized.scales))) == 5
+    assert quantized.scales is not None
+    for payload, scales, match in (
+        (quantized.payload.view(torch.uint8), quantized.scales, "payload has the wrong dtype"),
+        (quantized.payload[:, :-1], quantized.scales, "payload has the wrong shape"),
+        (quantized.payload, quantized.scales[:, :1], "scales has the wrong shape"),
+        (quantized.payload, quantized.scales[:4], "scales has the wrong shape"),
+        (quantized.payload, quantized.scales.double(), "scales has the wrong dtype"),
+    ):
+        with pytest.raises(InputError, match=match):
+            check(call(hidden_states=(payload, scales)))
+
+
+def test_e8m0_scales_are_bytes_of_either_name() -> None:
+    quantized = MXFP8.quantize(torch.randn(5, H, generator=torch.Generator().manual_seed(0)))
+    assert quantized.scales is not None
+    for scales in (quantized.scales, quantized.scales.view(torch.float8_e8m0fnu)):
+        assert check(call(hidden_states=(quantized.payload, scales)), mxfp8=True) == 5
+    with pytest.raises(InputError, match="scales has the wrong dtype; got torch.int8"):
+        check(call(hidden_states=(quantized.payload, quantized.scales.view(torch.int8))), mxfp8=True)
+
+
+def test_a_mode_without_scales_takes_no_pair() -> None:
+    pair = (torch.zeros(5, H, dtype=torch.bfloat16), torch.ones(5, 1))
+    arguments = call(hidden_states=pair)
+    with pytest.raises(InputError, match="mode bf16 has no activation scales"):
+        check_call(
+            problem(quant="bf16"),
+            arguments["hidden_states"],
+            arguments["topk_ids"],
+            arguments["topk_weights"],
+            None,
+            payload_shape=(H, torch.bfloat16),
+            scale_shape=None,
+        )
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "value, got",
+    [
+        (torch.zeros(2, 3), "Tensor"),
+        (FP8_1X128.quantize(torch.zeros(2, 128)), "Quantized"),
+        (2, "int"),
+        ("ab", "str"),
+        ([torch.zeros(2)], "1 entries"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_with_virtual_ranks_what_is_no_list_of_an_entry_each_is_named(name: str, value: Any, got: str) -> None:
+    columns = [value if name == each else [each, each] for each in ARGUMENTS]
+    with pytest.raises(InputError, match=f"^{name} is not one entry per virtual rank; got {got}; expected a list of 2"):
+        by_rank(columns, 2)
+
+
+def test_with_virtual_ranks_each_gets_its_entries_and_none_is_none_of_each() -> None:
+    columns = [[f"{name} of 0", f"{name} of 1"] for name in ARGUMENTS[:4]]
+    assert by_rank([*columns, None, (3, 4)], 2) == [
+        (*(f"{name} of 0" for name in ARGUMENTS[:4]), None, 3),
+        (*(f"{name} of 1" for name in ARGUMENTS[:4]), None, 4),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_no_expert_are_named(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[0, -1], [3, 4], [-2, 1]], dtype=dtype)
+    require_ids(ids[:1], 4)
+    with pytest.raises(InputError, match=r"topk_ids\[1, 1\] is no expert's id; got 4, and 1 more"):
+        require_ids(ids, 4)
