@@ -71,10 +71,10 @@ def test_each_excess_is_a_complaint(change: dict[str, object], says: str) -> Non
 
 @pytest.mark.parametrize(
     "option, says",
-    [("--quant=a4w4", "does not offer quant:a4w4"), ("--quant=fp8", "unknown quant"), ("--config=m48", "m48")],
+    [("--mode=a4w4", "does not offer quant:a4w4"), ("--mode=fp8", "unknown quant"), ("--config=m48", "m48")],
 )
 def test_what_the_kernel_can_t_be_is_refused_before_anything_is_compiled(option: str, says: str) -> None:
-    result = CliRunner().invoke(app, ["compile", "--hidden-size=512", option])
+    result = CliRunner().invoke(app, ["compile", "--hidden=512", option])
     assert result.exit_code == 2
     assert says in result.stderr
 
@@ -86,9 +86,9 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compile_small(*options: str) -> list[str]:
-    sizes = {"hidden-size": 512, "intermediate-size": 256, "num-experts": 8, "top-k": 2, "ep-size": 2}
+    sizes = {"hidden": 512, "intermediate": 256, "experts": 8, "top-k": 2, "ep": 2, "tokens": 64}
     arguments = [f"--{name}={value}" for name, value in sizes.items()]
-    result = CliRunner().invoke(app, ["compile", *arguments, "--num-max-tokens-per-rank=64", *options])
+    result = CliRunner().invoke(app, ["compile", *arguments, *options])
     assert result.exit_code in (0, 1), result.output
     return result.output.splitlines()
 
@@ -118,6 +118,6 @@ def test_every_option_reaches_the_kernel(cache_dir: Path) -> None:
     compile_small("--config=m64", "--transport=fp8_blockwise_1x32")
     limited = compile_small("--config=m64", "--activation=swiglu_oai", "--swiglu-limit=0.7")  # 0.7: no float
     assert not any("BAD" in line for line in limited)
-    compile_small("--config=m64", "--virtual")
+    compile_small("--config=m64", "--virtual-ranks")
     compile_small("--config=m128")
     assert len(list(cache_dir.iterdir())) == 5

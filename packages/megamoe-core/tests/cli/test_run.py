@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megamoe.checkpoint import TensorFiles, find_layer
-from megamoe.errors import CheckpointError
 from megamoe.problem import MoEProblem
 from megamoe.reference.oracle import oracle
 
@@ -128,6 +127,22 @@ def test_tokens_from_a_file_come_back_in_order(
         [layer.load_experts(range(8))],
     )
     assert (outputs[0]["output"].float() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_input_of_higher_precision_is_rounded_and_a_line_says_so(
+    megamoe: Call, checkpoints: Paths, tmp_path: Path
+) -> None:
+    exact = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for hidden, says in ((exact, "are FP32: rounded to BF16"), (exact.half(), "are FP16"), (exact.bfloat16(), "")):
+        file, output = tmp_path / "input.safetensors", tmp_path / "output.safetensors"
+        save_file({"hidden_states": hidden}, file)
+        args = ("--checkpoint", checkpoints["mixtral"], "--input", file, "--output", output, "--repeats", 1)
+        stderr = megamoe("run", *args, "--no-check").stderr
+        assert says in stderr
+        assert bool(stderr) == bool(says)
+        outputs.append(load_file(output)["output"])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 def test_a_result_above_the_gate_fails(megamoe: Call, checkpoints: Paths, tmp_path: Path) -> None:
@@ -280,7 +295,9 @@ def test_debug_shows_the_traceback(checkpoints: Paths) -> None:
     from megamoe.cli import app
 
     result = CliRunner().invoke(app, ["--debug", "run", "--checkpoint", str(checkpoints["mixtral"]), "--layer", "9"])
-    assert isinstance(result.exception, CheckpointError)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback")
+    assert "\nmegamoe.errors.CheckpointError: " in result.stderr
 
 
 def test_top_k_comes_from_config_json_or_must_be_given(megamoe: Call, checkpoints: Paths, tmp_path: Path) -> None:

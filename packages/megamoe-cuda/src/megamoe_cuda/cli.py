@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from megamoe import env
+from megamoe.bench.routing import ROUTING_NAMES
+from megamoe.bench.routing import routing as named_routing
 from megamoe.cli.console import check_writable, command
 from megamoe.problem import ActFormat, MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200
@@ -26,41 +28,41 @@ app.add_typer(cache_app, name="cache")
 @app.command("compile")
 @command
 def compile_command(
-    hidden_size: Annotated[int | None, typer.Option(help="H; without it, the standard list is compiled")] = None,
-    intermediate_size: Annotated[int, typer.Option(help="I")] = 2048,
-    num_experts: Annotated[int, typer.Option(help="global physical experts")] = 256,
-    top_k: Annotated[int, typer.Option(help="picks per token")] = 8,
-    num_max_tokens_per_rank: Annotated[int, typer.Option(help="capacity")] = 8192,
-    ep_size: Annotated[int, typer.Option(help="ranks")] = 8,
-    quant: Annotated[str, typer.Option(help="a8w8, bf16 or a8w4 (with FP8 activations)")] = "a8w8",
-    transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32")] = "bf16",
-    activation: Annotated[str, typer.Option(help="swiglu or swiglu_oai")] = "swiglu",
-    swiglu_limit: Annotated[float | None, typer.Option(help="clamp of the activation's inputs")] = None,
-    expert_bias: Annotated[bool, typer.Option("--expert-bias", help="experts have biases")] = False,
-    virtual: Annotated[bool, typer.Option("--virtual", help="all ranks on one GPU")] = False,
-    num_sms: Annotated[int, typer.Option(help="SMs that the kernel takes", min=1)] = H200.num_sms,
-    config: Annotated[str | None, typer.Option(help="pin a configuration by name")] = None,
+    hidden: Annotated[int | None, typer.Option(help="H, elements of a token; without it, a standard list.")] = None,
+    intermediate: Annotated[int, typer.Option(help="I, elements after the activation.")] = 2048,
+    experts: Annotated[int, typer.Option(help="Experts of the layer.")] = 256,
+    top_k: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Capacity: most tokens per rank in a call.")] = 8192,
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 8,
+    mode: Annotated[str, typer.Option(help="a8w8, bf16 or a8w4 (with fp8_1x128 activations).")] = "a8w8",
+    transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32.")] = "bf16",
+    activation: Annotated[str, typer.Option(help="swiglu or swiglu_oai.")] = "swiglu",
+    swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of the activation's inputs.")] = None,
+    expert_bias: Annotated[bool, typer.Option("--expert-bias", help="Experts have biases.")] = False,
+    virtual_ranks: Annotated[bool, typer.Option("--virtual-ranks", help="One GPU plays all ranks.")] = False,
+    num_sms: Annotated[int, typer.Option(help="SMs that the kernel takes.", min=1)] = H200.num_sms,
+    config: Annotated[str | None, typer.Option(help="A configuration of the backend, by name.")] = None,
 ) -> None:
     """Compile kernels into the cache and report what they take; exit 1 where one is over its budget."""
-    if hidden_size is None:
+    if hidden is None:
         wanted: Iterable[Build] = standard_builds()
     else:
         problem = MoEProblem(
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_experts=num_experts,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_experts=experts,
             top_k=top_k,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            ep_size=ep_size,
-            quant=quant,
-            act_format=ActFormat.FP8_1X128 if quant == QuantMode.A8W4 else None,
+            num_max_tokens_per_rank=tokens,
+            ep_size=ep,
+            quant=mode,
+            act_format=ActFormat.FP8_1X128 if mode == QuantMode.A8W4 else None,
             transport=transport,
             activation=activation,
             swiglu_limit=swiglu_limit,
             expert_bias=expert_bias,
         )
         CudaBackend().require(problem)
-        wanted = builds(problem, config=config, virtual=virtual, num_sms=num_sms)
+        wanted = builds(problem, config=config, virtual=virtual_ranks, num_sms=num_sms)
     over_budget = [name for name, found in map(_compile_and_report, wanted) if found]
     if over_budget:
         typer.echo(f"{len(over_budget)} kernels are over their budget")
@@ -70,31 +72,30 @@ def compile_command(
 @app.command("trace")
 @command
 def trace_command(
-    output: Annotated[Path, typer.Argument(help="file to write, for `megamoe trace`")],
-    tokens: Annotated[int, typer.Option(help="tokens of each rank, and the capacity")] = 512,
-    ep_size: Annotated[int, typer.Option(help="ranks, one GPU each")] = 1,
-    hidden_size: Annotated[int, typer.Option(help="H")] = 4096,
-    intermediate_size: Annotated[int, typer.Option(help="I")] = 2048,
-    experts_per_rank: Annotated[int, typer.Option(help="local experts")] = 32,
-    top_k: Annotated[int, typer.Option(help="picks per token")] = 8,
-    transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32")] = "bf16",
-    routing: Annotated[str, typer.Option(help="as in `megamoe bench`: uniform, zipf, ep8-equivalent, ...")] = "uniform",
-    config: Annotated[str | None, typer.Option(help="pin a configuration by name")] = None,
+    output: Annotated[Path, typer.Argument(help="File to write, for `megamoe trace`.")],
+    tokens: Annotated[int, typer.Option(help="Tokens per rank, and the capacity.")] = 512,
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts, one GPU each.")] = 1,
+    hidden: Annotated[int, typer.Option(help="H, elements of a token.")] = 4096,
+    intermediate: Annotated[int, typer.Option(help="I, elements after the activation.")] = 2048,
+    experts: Annotated[int | None, typer.Option(help="Experts of the layer; default: 32 a rank.")] = None,
+    top_k: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32.")] = "bf16",
+    routing: Annotated[str, typer.Option(help=" | ".join(ROUTING_NAMES))] = "uniform",
+    config: Annotated[str | None, typer.Option(help="A configuration of the backend, by name.")] = None,
 ) -> None:
     """Run a call with kernels that store time stamps, with a cold L2 cache, and write them."""
-    from megamoe.bench.routing import routing as named_routing
     from megamoe.bench.trace import write_trace
     from megamoe_cuda.trace import TracedCall, trace_call  # the session and what it imports
 
     check_writable(output, "OUTPUT")
     named_routing(routing)
     problem = MoEProblem(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_experts=experts_per_rank * ep_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_experts=32 * ep if experts is None else experts,
         top_k=top_k,
         num_max_tokens_per_rank=tokens,
-        ep_size=ep_size,
+        ep_size=ep,
         transport=transport,
     )
     call = TracedCall(problem=problem, num_tokens=tokens, routing=routing, config=config)
@@ -132,7 +133,7 @@ def cache_info() -> None:
 
 @cache_app.command("export")
 @command
-def cache_export(bundle: Annotated[Path, typer.Argument(help="file to write")]) -> None:
+def cache_export(bundle: Annotated[Path, typer.Argument(help="File to write.")]) -> None:
     """Write all kernels to one file."""
     check_writable(bundle, "BUNDLE")
     count = KernelCache(env.cache_dir()).export_bundle(bundle)
@@ -141,7 +142,7 @@ def cache_export(bundle: Annotated[Path, typer.Argument(help="file to write")]) 
 
 @cache_app.command("import")
 @command
-def cache_import(bundle: Annotated[Path, typer.Argument(help="file of `cache export`")]) -> None:
+def cache_import(bundle: Annotated[Path, typer.Argument(help="File of `cache export`.")]) -> None:
     """Check a bundle and add its kernels."""
     cache = KernelCache(env.cache_dir())
     typer.echo(f"{cache.import_bundle(bundle)} kernels added to {cache.directory}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -44,7 +45,7 @@ class Debug:
 
 
 def command(fn: Callable[P, T]) -> Callable[P, T]:
-    """A command whose errors, those of `megamoe.errors`, become one message and an exit code."""
+    """A command whose errors, those of `megamoe.errors`, become an exit code and one message, or a traceback."""
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,8 +53,9 @@ def command(fn: Callable[P, T]) -> Callable[P, T]:
             return fn(*args, **kwargs)
         except MegaMoEError as error:
             if Debug.enabled:
-                raise
-            err.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+                traceback.print_exception(error)
+            else:
+                err.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED) from error
 
     return run

@@ -41,10 +41,10 @@ def plan(
     transport: Annotated[str, typer.Option(help="bf16 or fp8_blockwise_1x32.")] = Transport.BF16.value,
     activation: Annotated[str, typer.Option(help="swiglu or swiglu_oai.")] = Activation.SWIGLU.value,
     swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of the activation's inputs.")] = None,
-    expert_bias: Annotated[bool, typer.Option(help="Experts have biases.")] = False,
+    expert_bias: Annotated[bool, typer.Option("--expert-bias", help="Experts have biases.")] = False,
     act_format: Annotated[str | None, typer.Option(help="Of a8w4: mxfp8 or fp8_1x128.")] = None,
     config: Annotated[str | None, typer.Option(help="A configuration of the backend, by name.")] = None,
-    simulate: Annotated[bool, typer.Option(help="Predict the time of calls, from the schedule.")] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Predict the time of calls, from the schedule.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a session would allocate and how it would run. Needs no GPU and allocates nothing."""

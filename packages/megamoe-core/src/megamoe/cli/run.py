@@ -20,7 +20,17 @@ from megamoe.bench.routing import ROUTING_NAMES, routing
 from megamoe.checkpoint import LayerCheckpoint, StoredLayer, TensorFiles, conversion, find_layer
 from megamoe.checkpoint.convert import STORED_AS
 from megamoe.cli.compare import Distance
-from megamoe.cli.console import EXIT_FAILED, RankProgress, bytes_text, check_writable, command, out, say, seconds_text
+from megamoe.cli.console import (
+    EXIT_FAILED,
+    RankProgress,
+    bytes_text,
+    check_writable,
+    command,
+    err,
+    out,
+    say,
+    seconds_text,
+)
 from megamoe.cli.job import Job, JobResult, StageRow, check_devices, run_job
 from megamoe.cli.tokens import FROM_ROUTER, InputFile, TokenSource, parse_tokens, spread
 from megamoe.errors import ConfigError, InputError
@@ -71,7 +81,9 @@ def run(
     config: Annotated[str | None, typer.Option(help="A configuration of the backend, by name.")] = None,
     repeats: Annotated[int, typer.Option(help="Calls; the time is their median.", min=1)] = 3,
     check: Annotated[bool, typer.Option(help="Compare with the FP32 oracle.")] = True,
-    virtual_ranks: Annotated[bool, typer.Option(help="One process, and one GPU, plays all ranks.")] = False,
+    virtual_ranks: Annotated[
+        bool, typer.Option("--virtual-ranks", help="One process, and one GPU, plays all ranks.")
+    ] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds for everything.", min=1)] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -100,6 +112,9 @@ def run(
     )
     if source is not None:
         _check_input(source, problem)
+        if source.dtype != "BF16":
+            note = f"hidden_states of {source.path} are {source.dtype}: rounded to BF16, which calls take"
+            err.print(note, markup=False, soft_wrap=True)
     if device is not None:
         backend = _set_device(device, backend)
     chosen = select_backend(backend, problem)

@@ -20,7 +20,7 @@ from megamoe.testing.routings import Picks
 
 FROM_ROUTER = "router"  # a routing besides the generated ones: by the checkpoint's own router
 
-_FLOATS = {"BF16", "F16", "F32"}
+_FLOATS = {"BF16": "BF16", "F16": "FP16", "F32": "FP32"}
 _INTEGERS = {"I32", "I64"}
 
 
@@ -32,12 +32,14 @@ class InputFile:
         path: the file.
         num_tokens: N.
         hidden_size: H.
+        dtype: of hidden_states: BF16, or FP16 or FP32, which `TokenSource` rounds.
         top_k: K, or None without routing.
     """
 
     path: Path
     num_tokens: int
     hidden_size: int
+    dtype: str
     top_k: int | None
 
     @classmethod
@@ -62,7 +64,13 @@ class InputFile:
                 got=f"{dtypes['topk_ids']} and {dtypes['topk_weights']}",
                 expected="topk_ids int32 or int64, and topk_weights FP32",
             )
-        return cls(path=path, num_tokens=hidden[0], hidden_size=hidden[1], top_k=ids[1] if ids else None)
+        return cls(
+            path=path,
+            num_tokens=hidden[0],
+            hidden_size=hidden[1],
+            dtype=_FLOATS[dtypes["hidden_states"]],
+            top_k=ids[1] if ids else None,
+        )
 
     def rows(self, name: str, rows: range) -> Tensor:
         """Some rows of a tensor, copied."""
