@@ -42,7 +42,6 @@ class Reason(StrEnum):
     NO_DEVICE = "no_device"
     WRONG_DEVICE = "wrong_device"
     DRIVER_TOO_OLD = "driver_too_old"
-    NO_P2P = "no_p2p"
     # supports(): the problem
     QUANT = "quant"
     ACT_FORMAT = "act_format"

@@ -187,6 +187,11 @@ class DeviceSession(Session):
         self._failure = None
         self.start_epochs(0)
 
+    @property
+    def _if_a_rank_died(self) -> str | None:
+        """What the ranks that are left can do; None where this process has all."""
+        return None if self._group is None else self._group.if_a_rank_died
+
     # -- reports ------------------------------------------------------------------------------------------------
 
     def receive_counts(self) -> Any:

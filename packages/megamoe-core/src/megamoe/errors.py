@@ -132,6 +132,7 @@ class MegaMoETimeoutError(ProtocolError):
         index: which flag of the phase: a block, a source rank.
         observed: the flag's value when the time was out, where it is known.
         awaited: the value that was waited for.
+        if_it_died: what the ranks that are left can do if the peer is gone for good.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class MegaMoETimeoutError(ProtocolError):
         index: int = 0,
         observed: int | None = None,
         awaited: int | None = None,
+        if_it_died: str | None = None,
         hint: str | None = None,
     ) -> None:
         super().__init__(
@@ -153,7 +155,8 @@ class MegaMoETimeoutError(ProtocolError):
             expected=awaited,
             hint=hint
             or f"look at rank {peer}'s own log; if it is only slow, raise MEGAMOE_TIMEOUT_S; "
-            "after a failure every rank calls session.reset() together, or opens a new session",
+            "after a failure every rank calls session.reset() together, or opens a new session"
+            + (f"; if rank {peer} died, {if_it_died}" if if_it_died else ""),
         )
         self.rank = rank
         self.peer = peer

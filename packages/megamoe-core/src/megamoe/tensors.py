@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import InputError, LayoutError
+from megamoe.formats.fp8_block import FP8_BLOCK
+from megamoe.formats.mxfp8 import MX_BLOCK
 from megamoe.problem import MoEProblem, QuantMode
+from megamoe.schedule.tiles import ceil_div
 
 
 class GateUpLayout(StrEnum):
@@ -180,10 +183,11 @@ def _expected_tensors(problem: MoEProblem) -> Iterator[tuple[str, tuple[tuple[in
             yield name, ((experts, rows, columns), (torch.bfloat16,))
         elif problem.quant is QuantMode.A8W8:
             yield name, ((experts, rows, columns), (torch.float8_e4m3fn,))
-            yield f"{name}_scale", ((experts, -(-rows // 128), -(-columns // 128)), (torch.float32,))
+            scales = (experts, ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK))
+            yield f"{name}_scale", (scales, (torch.float32,))
         else:
             yield name, ((experts, rows, columns // 2), (torch.uint8,))
-            yield f"{name}_scale", ((experts, rows, columns // 32), (torch.uint8, torch.float8_e8m0fnu))
+            yield f"{name}_scale", ((experts, rows, columns // MX_BLOCK), (torch.uint8, torch.float8_e8m0fnu))
     if problem.expert_bias:
         yield "w13_bias", ((experts, 2 * inter), (torch.float32,))
         yield "w2_bias", ((experts, hidden), (torch.float32,))

@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamoe.schedule.tiles import (
-    TileShape,
     balanced_blocks,
     ceil_div,
     max_pool_blocks,
@@ -97,4 +96,3 @@ def test_shares_cover_everything_evenly(total, parts) -> None:
 def test_rounding() -> None:
     assert [ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert [round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
-    assert TileShape(m=128, n=256, k=128).num_n_tiles(4096 + 1) == 17

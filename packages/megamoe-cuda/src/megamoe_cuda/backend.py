@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -169,6 +170,7 @@ class CudaBackend(Backend):
         return session
 
 
+@lru_cache(maxsize=256)  # plan() asks what supports() has asked
 def _require_room(problem: MoEProblem, config: SessionConfig) -> None:
     """Raise ConfigError where a tile's kernel has not enough shared memory, on however many SMs."""
     for tile in config.tiles:

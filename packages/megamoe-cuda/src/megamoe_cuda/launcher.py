@@ -22,7 +22,6 @@ from megamoe_cuda.tma import TENSOR_MAP_BYTES, byte_matrix_map
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 STRUCT_ALIGNMENT = 64  # of a CUtensorMap
-DEFAULT_TIMEOUT_S = 300.0  # kernels that one rank had to compile first are late by minutes
 FAILURE_RECORD = struct.Struct("<8I")
 MAPS_BYTES = 4 * TENSOR_MAP_BYTES  # of RankArguments: w13, w2, pool, a2
 POINTERS = struct.Struct("<11Q2I4Q")  # the rest of RankArguments

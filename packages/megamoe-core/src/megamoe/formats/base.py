@@ -44,7 +44,7 @@ class BlockFormat(ABC):
             payload and scales of their own; only BF16 input to the BF16 format is handed through, not copied.
 
         Raises:
-            FormatError: another dtype, or a dimension that the block does not divide.
+            FormatError: another dtype, or a dimension that the granule (of rows, `block_rows`) does not divide.
         """
         if x.dtype not in _SOURCE_DTYPES:
             raise FormatError(f"{self.name} can't quantise this dtype", got=x.dtype, expected=_names(_SOURCE_DTYPES))
@@ -132,7 +132,7 @@ class ActivationFormat(BlockFormat):
         """Bytes of one row's payload.
 
         Raises:
-            FormatError: the block does not divide `num_channels`.
+            FormatError: the granule does not divide `num_channels`.
         """
         self._check_blocks((num_channels,))
         return num_channels // self.values_per_item * self.payload_dtype.itemsize
@@ -141,7 +141,7 @@ class ActivationFormat(BlockFormat):
         """Bytes of one row's scales; 0 if the format has none.
 
         Raises:
-            FormatError: the block does not divide `num_channels`.
+            FormatError: the granule does not divide `num_channels`.
         """
         self._check_blocks((num_channels,))
         return 0 if self.scale_dtype is None else -(-num_channels // self.block) * self.scale_dtype.itemsize
@@ -153,8 +153,8 @@ class Quantized:
 
     Args:
         payload: `[..., K / fmt.values_per_item]`, `fmt.payload_dtype`.
-        scales: `[..., N / fmt.block_rows, K / fmt.block]`, `fmt.scale_dtype`, or None if the format has none. E8M0
-            scales may come as float8_e8m0fnu and are held as uint8.
+        scales: `[..., N / fmt.block_rows, K / fmt.block]`, the last rounded up, `fmt.scale_dtype`, or None if the
+            format has none. E8M0 scales may come as float8_e8m0fnu and are held as uint8.
         fmt: the format.
 
     Raises:

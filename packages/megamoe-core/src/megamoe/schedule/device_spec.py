@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from megamoe.errors import ConfigError
 
-KIB = 1 << 10
 MIB = 1 << 20
 
 
@@ -22,8 +21,6 @@ class DeviceSpec:
         name: the product's name.
         arch: compiler target: "sm_90a", "gfx950", or "cpu".
         num_sms: streaming multiprocessors or compute units: at most that many resident CTAs of a persistent kernel.
-        smem_bytes_per_block: shared memory (LDS) that one block may use, bytes.
-        registers_per_sm: 32-bit vector registers of one SM or CU.
         l2_bytes: last-level cache that all SMs share, bytes; None where it is not one cache.
         hbm_bytes_per_s: device memory bandwidth, reads, bytes per second.
         bf16_flops: dense BF16 matrix rate, FLOP/s.
@@ -39,8 +36,6 @@ class DeviceSpec:
     name: str
     arch: str
     num_sms: int
-    smem_bytes_per_block: int
-    registers_per_sm: int | None = None
     l2_bytes: int | None = None
     hbm_bytes_per_s: float
     bf16_flops: float
@@ -63,8 +58,6 @@ H200 = DeviceSpec(
     name="NVIDIA H200",
     arch="sm_90a",
     num_sms=132,  # data sheet, SXM5
-    smem_bytes_per_block=227 * KIB,  # CUDA C++ programming guide, compute capability 9.0
-    registers_per_sm=65536,  # same
     l2_bytes=50 * MIB,  # Hopper white paper, GH100 as sold
     hbm_bytes_per_s=4.5e12,  # measured, reads, 2026-11; data sheet 4.8e12
     bf16_flops=775e12,  # measured, cuBLAS 8192^3, 2026-11
@@ -77,8 +70,6 @@ MI355X = DeviceSpec(
     name="AMD Instinct MI355X",
     arch="gfx950",
     num_sms=256,  # data sheet
-    smem_bytes_per_block=160 * KIB,  # CDNA 4 ISA: LDS of a CU
-    registers_per_sm=4 * 512 * 64,  # CDNA 4 ISA: 4 SIMDs, 512 unified VGPRs, 64 lanes
     hbm_bytes_per_s=8.0e12,  # data sheet, HBM3E
     bf16_flops=2.5e15,  # data sheet
     fp8_flops=5.0e15,  # data sheet
@@ -91,7 +82,6 @@ CPU = DeviceSpec(
     name="CPU",
     arch="cpu",
     num_sms=1,  # nominal; CTAs of the reference are threads' work, their number is its configuration's
-    smem_bytes_per_block=1 * MIB,  # nominal: a core's L2 cache; nothing depends on it
     hbm_bytes_per_s=20e9,  # nominal: one server memory channel
     bf16_flops=100e9,  # nominal: one core with AVX-512
 )

@@ -31,19 +31,6 @@ def share(total: int, num_parts: int, part: int) -> range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileShape:
-    """Rows, columns and depth of one GEMM tile, in elements of the operands."""
-
-    m: int
-    n: int
-    k: int
-
-    def num_n_tiles(self, num_columns: int) -> int:
-        """Column tiles of a GEMM with `num_columns` output columns (2I for GEMM1, H for GEMM2)."""
-        return ceil_div(num_columns, self.n)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Segment:
     """Consecutive rows of a block that come from one source rank.
 

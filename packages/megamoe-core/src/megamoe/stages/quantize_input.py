@@ -1,6 +1,6 @@
 """Quantise a rank's tokens into the mode's activation format, before anything is sent.
 
-    hidden_states [T, H] BF16  ->  payload [T, H] (packed two to a byte for e2m1), scales [T, H / fmt.block]
+    hidden_states [T, H] BF16  ->  payload [T, H] (packed two to a byte for e2m1), scales [T, H / fmt.block], rounded up
 
 A token is quantised once, on its home rank, and its bytes travel to every expert that it picked: experts on different
 ranks see the same operand. Callers that hold quantised activations already pass (payload, scales) and skip this stage.

@@ -59,10 +59,10 @@ def swiglu_quant(gate_up: Tensor, activation: SwiGLU, fmt: ActivationFormat) -> 
     Args:
         gate_up: `[rows, 2I]` FP32 accumulators of GEMM1, biases already added; gate in columns `[0, I)`.
         activation: the layer's variant.
-        fmt: the mode's activation format; its block must divide `I`.
+        fmt: the mode's activation format; its granule must divide `I`.
 
     Returns:
-        payload `[rows, I]` (packed two to a byte for e2m1) and scales `[rows, I / fmt.block]`.
+        payload `[rows, I]` (packed two to a byte for e2m1) and scales `[rows, I / fmt.block]`, rounded up.
 
     A row never sees another row: a NaN stays where it was born.
     """

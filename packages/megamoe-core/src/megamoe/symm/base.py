@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -60,6 +61,9 @@ class Group(ABC):
 
     A collective that fails leaves the ranks at different places, so the group refuses all later ones.
     """
+
+    if_a_rank_died: ClassVar[str] = "the others go on in a new session, on a new group without it"
+    """What the ranks that are left can do; part of error messages."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

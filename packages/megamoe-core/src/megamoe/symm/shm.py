@@ -16,7 +16,6 @@ import select
 import socket
 import struct
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.errors import ConfigError, MegaMoETimeoutError, ProtocolError, RankFailedError, WorkspaceError
+from megamoe.symm.agreement import BOOT_ID
 from megamoe.symm.base import Group, SymmetricBuffer
 
 MAX_MESSAGE_BYTES = 1 << 16  # fits a socket's buffer, so that all ranks can send before any receives
@@ -180,8 +180,7 @@ def connect_process_group(process_group: dist.ProcessGroup, *, timeout_s: float)
 
 def _machine() -> str:
     """Tells apart what can't meet at an abstract socket: machines, their boots, and network namespaces."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/net')}"
+    return f"{platform.node()} {BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
 def _address(name: str, rank: int) -> str:
