@@ -9,6 +9,8 @@ import pytest
 
 from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.problem import MoEProblem
+from megamoe.symm import Group
+from megamoe.symm.torch_symm import TorchSymmGroup
 from megamoe_cuda import launcher
 from megamoe_cuda.aot import builds
 from megamoe_cuda.jit.compiler import CompiledKernel, KernelCompileError
@@ -23,6 +25,7 @@ from megamoe_cuda.launcher import (
     read_failure,
 )
 from megamoe_cuda.session import as_error
+from megamoe_cuda.symm_nvshmem import NvshmemGroup
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 PROBLEM = MoEProblem(
@@ -137,6 +140,17 @@ def test_each_kind_of_failure_has_an_error(kind: str, error: type[ProtocolError]
     raised = as_error(record(kind), 2.5)
     assert type(raised) is error
     assert re.search(says, str(raised))
+
+
+@pytest.mark.parametrize("kind", ["timeout", "peer failed"])
+@pytest.mark.parametrize(
+    ("group", "advice"),
+    [(TorchSymmGroup, "the others go on in a new session"), (NvshmemGroup, "restart the processes of all ranks")],
+)
+def test_what_to_do_without_a_dead_rank_is_its_groups_to_say(kind: str, group: type[Group], advice: str) -> None:
+    said = str(as_error(record(kind), 2.5, group.if_a_rank_died))
+    assert re.search(rf"if (rank 5|a rank) died, {advice}", said)
+    assert "died" not in str(as_error(record(kind), 2.5)), "one process has all ranks"
 
 
 def test_a_kernel_whose_warpgroups_would_wait_for_registers_is_not_loaded() -> None:

@@ -301,7 +301,8 @@ class CudaSession(DeviceSession):
         for record in found:
             self._logger.error("a call failed: %s", record)
         # Virtual ranks fail one after the other: the cause before those that heard of it.
-        return as_error(min(found, key=lambda record: record.kind == "peer failed"), self._timeout_s)
+        first = min(found, key=lambda record: record.kind == "peer failed")
+        return as_error(first, self._timeout_s, self._if_a_rank_died)
 
     def _forget_failure(self) -> None:
         self._records.zero_()
@@ -376,8 +377,14 @@ class _Call(NamedTuple):
     ]  # what the addresses point to: copies of strided arguments must live to the launch
 
 
-def as_error(failure: Failure, timeout_s: float) -> ProtocolError:
-    """What a session raises for it. `timeout_s` is the session's."""
+def as_error(failure: Failure, timeout_s: float, if_a_rank_died: str | None = None) -> ProtocolError:
+    """What a session raises for it.
+
+    Args:
+        failure: a kernel's record.
+        timeout_s: the session's.
+        if_a_rank_died: what its group can do then, or None.
+    """
     rank, peer = failure.rank, failure.peer
     where = f"in phase {failure.phase} (epoch {failure.epoch}, index {failure.index})"
     if failure.kind == "timeout":
@@ -390,13 +397,15 @@ def as_error(failure: Failure, timeout_s: float) -> ProtocolError:
             index=failure.index,
             observed=failure.observed,
             awaited=failure.expected,
+            if_it_died=if_a_rank_died,
         )
     if failure.kind == "peer failed":
         return RankFailedError(
             f"rank {peer} gave up a call that rank {rank} waited for {where}",
             rank=rank,
             peer=peer,
-            hint=f"rank {peer}'s own error says why; every rank calls session.reset() together, or opens a new session",
+            hint=f"rank {peer}'s own error says why; every rank calls session.reset() together, or opens a new session"
+            + (f"; if a rank died, {if_a_rank_died}" if if_a_rank_died else ""),
         )
     return ProtocolError(
         f"rank {rank} was sent impossible row counts by rank {peer} {where}",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ class NvshmemGroup(Group):
         BackendUnavailableError: nvshmem4py or NVSHMEM is missing or does not start; raised on every rank.
         ConfigError: NVSHMEM is initialised already, for other ranks than those of `process_group`.
     """
+
+    if_a_rank_died: ClassVar[str] = "restart the processes of all ranks: NVSHMEM does not go on without one of them"
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
         """COLLECTIVE."""

@@ -276,7 +276,8 @@ class RocmSession(DeviceSession):
                 f"rank {rank} waited for rank {peer} in phase {PHASES[phase]} of call {epoch}, which it has given up",
                 rank=rank,
                 peer=peer,
-                hint=f"rank {peer}'s own error says what it waited for; reset() on every rank",
+                hint=f"rank {peer}'s own error says what it waited for; reset() on every rank"
+                + (f"; if a rank died, {self._if_a_rank_died}" if self._if_a_rank_died else ""),
             )
         return MegaMoETimeoutError(
             rank=rank,
@@ -287,6 +288,7 @@ class RocmSession(DeviceSession):
             index=index,
             observed=observed,
             awaited=awaited,
+            if_it_died=self._if_a_rank_died,
         )
 
     # -- reports ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class MoriGroup(Group):
         BackendUnavailableError: Mori is missing or does not start; raised on every rank.
         ConfigError: Mori is initialised already, for other ranks than these.
     """
+
+    if_a_rank_died: ClassVar[str] = "restart the processes of all ranks: Mori does not go on without one of them"
 
     def __init__(self, ranks: Ranks, device: torch.device, *, heap_bytes: int, timeout_s: float) -> None:
         """COLLECTIVE."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from megamoe_rocm.heuristics import config_of
 from megamoe_rocm.opening import open_session
 from megamoe_rocm.planning import make_plan
 from megamoe_rocm.rungs import Rung
-from megamoe_rocm.session import RocmSession
+from megamoe_rocm.session import PEER_GAVE_UP, RocmSession
+from megamoe_rocm.symm_mori import MoriGroup
 
 DEVICE = replace(MI355X, num_sms=1)  # few programs: the interpreter runs them one after the other
 BOUND = 1e-2
@@ -126,3 +128,10 @@ def test_a_timeout_is_named_and_reset_makes_the_session_usable_again() -> None:
         session.reset()
         for out, other in zip(session.forward(*arguments(inputs), weights), expected, strict=True):
             assert torch.equal(out, other)
+
+
+@pytest.mark.parametrize("why", [PEER_GAVE_UP - 1, PEER_GAVE_UP])
+def test_without_a_dead_rank_mori_has_to_be_restarted(why: int) -> None:
+    session = SimpleNamespace(_timeout_s=1.0, _if_a_rank_died=MoriGroup.if_a_rank_died)
+    error = RocmSession._given_up(session, [[why, 0, 1, 0, 7, 0, 6, 7]])
+    assert "died, restart the processes of all ranks" in str(error)
