@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe.bench.results import BenchRow, layer_flops
-from megamoe.bench.routing import EP8_REMOTE
-from megamoe.formats import activation_format, transport_format, weight_format
+from megamoe.formats import weight_format
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.device_spec import DeviceSpec
 
@@ -18,42 +17,29 @@ class Floor:
     Args:
         weights_us: reading the weights of the experts that are expected to be touched, once.
         flops_us: the two GEMMs at the device's measured rate for the operands.
-        links_us: rows to and from other ranks, the busier direction; None where the device has no links.
     """
 
     weights_us: float
     flops_us: float
-    links_us: float | None
 
     @property
     def us(self) -> float:
-        """What the GEMMs can't beat: the larger of weights and FLOPs. Links can hide behind them."""
+        """What the GEMMs can't beat: the larger of weights and FLOPs. Rows on the links can hide behind them."""
         return max(self.weights_us, self.flops_us)
 
 
-def floor(problem: MoEProblem, num_tokens: int, device: DeviceSpec, remote_share: float | None = None) -> Floor:
+def floor(problem: MoEProblem, num_tokens: int, device: DeviceSpec) -> Floor:
     """Floors under uniform routing, `num_tokens` on every rank.
 
     Args:
         problem: the layer.
         num_tokens: per rank.
         device: its rates.
-        remote_share: picks that leave their rank; None: 1 - 1 / ep_size.
     """
     flops = layer_flops(problem, num_tokens)
     rate = flop_rate(problem, device)
     weights = touched_experts(problem, num_tokens) * expert_bytes(problem)
-    links = None
-    if device.link_push_bytes_per_s is not None and device.link_pull_bytes_per_s is not None:
-        share = 1 - 1 / problem.ep_size if remote_share is None else remote_share
-        rows_in, rows_out = remote_bytes(problem, share * num_tokens * problem.top_k)
-        # Every rank pulls rows and pushes results; what leaves one enters another, so each direction carries both.
-        links = rows_in / device.link_pull_bytes_per_s + rows_out / device.link_push_bytes_per_s
-    return Floor(
-        weights_us=weights / device.hbm_bytes_per_s * 1e6,
-        flops_us=flops / rate * 1e6,
-        links_us=None if links is None else links * 1e6,
-    )
+    return Floor(weights_us=weights / device.hbm_bytes_per_s * 1e6, flops_us=flops / rate * 1e6)
 
 
 def flop_rate(problem: MoEProblem, device: DeviceSpec) -> float:
@@ -91,14 +77,6 @@ def weight_bytes(problem: MoEProblem) -> int:
     return problem.num_local_experts * expert_bytes(problem)
 
 
-def remote_bytes(problem: MoEProblem, num_rows: float) -> tuple[float, float]:
-    """Bytes of `num_rows` activation rows on their way to an expert, and of as many on their way home."""
-    fmt = activation_format(problem.quant, problem.act_format)
-    row_in = fmt.payload_bytes(problem.hidden_size) + fmt.scale_bytes(problem.hidden_size)
-    return num_rows * row_in, num_rows * transport_format(problem.transport).row_bytes(problem.hidden_size)
-
-
 def floor_of(row: BenchRow, device: DeviceSpec) -> Floor:
     """Floors of a measured configuration."""
-    problem = row.problem
-    return floor(problem, row.num_tokens, device, EP8_REMOTE if row.routing == "ep8-equivalent" else None)
+    return floor(row.problem, row.num_tokens, device)

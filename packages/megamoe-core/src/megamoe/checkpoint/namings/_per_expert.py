@@ -12,9 +12,9 @@ from torch import Tensor
 from megamoe.checkpoint.files import TensorReader
 from megamoe.checkpoint.namings.base import FLOATS, Naming, StoredLayer, as_bf16, expert_count
 from megamoe.errors import CheckpointError
+from megamoe.formats.fp8_block import FP8_BLOCK
+from megamoe.schedule.tiles import ceil_div
 from megamoe.tensors import Bf16Weights, ExpertWeights, Fp8BlockWeights, GateUpLayout
-
-FP8_BLOCK = 128  # DeepSeek-V3's weight_block_size
 
 
 class PerExpertNaming(Naming):
@@ -61,7 +61,7 @@ class PerExpertNaming(Naming):
             return reader.read(f"{prefix}.{part}.weight", shape=shapes[part], dtypes=dtypes)
 
         def scale(part: str) -> Tensor:
-            shape = tuple(-(-size // FP8_BLOCK) for size in shapes[part])
+            shape = tuple(ceil_div(size, FP8_BLOCK) for size in shapes[part])
             # Some publishers store BF16 scales; FP32 holds them exactly.
             dtypes = (torch.float32, torch.bfloat16)
             return reader.read(f"{prefix}.{part}.{self.scale}", shape=shape, dtypes=dtypes).float()

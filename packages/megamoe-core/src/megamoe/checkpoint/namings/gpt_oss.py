@@ -18,11 +18,11 @@ from torch import Tensor
 from megamoe.checkpoint.files import TensorReader
 from megamoe.checkpoint.namings.base import E8M0_BYTES, FLOATS, Naming, StoredLayer, as_bf16, positive
 from megamoe.errors import CheckpointError
+from megamoe.formats.mxfp8 import MX_BLOCK
 from megamoe.problem import Activation
+from megamoe.stages.swiglu_quant import GPT_OSS_ALPHA
 from megamoe.tensors import Bf16Weights, ExpertWeights, GateUpLayout, Mxfp4Weights
 
-MX_BLOCK = 32  # OCP MX v1.0
-ALPHA = 1.702  # of the activation; the only one that Activation.SWIGLU_OAI knows
 DEFAULT_LIMIT = 7.0  # gpt-oss's configurations from before the limit was in them
 
 
@@ -39,10 +39,12 @@ def _biases(reader: TensorReader, layer: StoredLayer, expert: int) -> dict[str, 
 
 
 def _with_activation(layer: StoredLayer, config: Mapping[str, Any]) -> StoredLayer:
-    alpha = config.get("swiglu_alpha", ALPHA)
-    if alpha != ALPHA:
+    alpha = config.get("swiglu_alpha", GPT_OSS_ALPHA)
+    if alpha != GPT_OSS_ALPHA:
         raise CheckpointError(
-            "config.json asks for another activation", got=f"swiglu_alpha {alpha}", expected=f"swiglu_alpha {ALPHA}"
+            "config.json asks for another activation",
+            got=f"swiglu_alpha {alpha}",
+            expected=f"swiglu_alpha {GPT_OSS_ALPHA}",
         )
     limit = float(positive(config, "swiglu_limit", DEFAULT_LIMIT))
     return replace(layer, activation=Activation.SWIGLU_OAI, swiglu_limit=limit, expert_bias=True)
