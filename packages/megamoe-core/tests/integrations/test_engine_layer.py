@@ -8,18 +8,23 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megamoe.errors import BackendUnavailableError, ConfigError, LayoutError
+from megamoe.errors import BackendUnavailableError, CapacityError, ConfigError, LayoutError
 from megamoe.formats import FP8_128X128
 from megamoe.integrations import vllm as megamoe_vllm
 from megamoe.integrations.engine_layer import EngineLayer, EngineOptions, Unsupported
-from megamoe.integrations.sessions import SessionPool
+from megamoe.integrations.sessions import SessionPool, session_for
 from megamoe.problem import MoEProblem
+from megamoe.registry import select_backend
+from megamoe.symm import InprocGroup
 from megamoe.tensors import Fp8BlockWeights
+from megamoe.testing.data import make_weights, shard
+from megamoe.testing.threads import on_ranks
 
 PROBLEM = MoEProblem(
     hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, num_max_tokens_per_rank=16, quant="a8w8"
@@ -136,6 +141,33 @@ def test_layers_are_counted_one_by_one_also_under_compile(pool: SessionPool) -> 
     assert json.loads(json.dumps(metrics.as_dict()))["rows_per_layer"] == counted
     (nothing,) = pool.metrics()
     assert (nothing.calls, nothing.dropped_ids, nothing.imbalance) == (0, 0, 0)
+
+
+def test_ranks_take_the_session_that_the_largest_batch_of_a_step_needs() -> None:
+    """Two ranks, each with a session for decoding and one for prefill; which of them has the long batch changes."""
+    prefill = replace(PROBLEM, ep_size=2, num_max_tokens_per_rank=64)
+    decode = replace(prefill, num_max_tokens_per_rank=4)
+    steps = [(3, 60), (2, 4), (60, 3), (0, 1), (0, 64)]
+
+    def body(group: InprocGroup) -> list[int]:
+        backend = select_backend("reference", prefill)
+        sessions = [backend.open(backend.plan(problem), group) for problem in (prefill, decode)]
+        weights = sessions[0].prepare(shard(make_weights(prefill, torch.device("cpu")), 2)[group.rank])
+        taken = []
+        for step in steps:
+            call = batch(step[group.rank])
+            told = group.all_gather(bytes([len(call[0])]), timeout_s=10, phase="largest batch")
+            session = session_for(max(own[0] for own in told), sessions)
+            y = session.forward(*call, weights)
+            assert torch.equal(y, sessions[0].forward(*call, weights))
+            taken.append(session.plan.problem.num_max_tokens_per_rank)
+        with pytest.raises(CapacityError, match=r"got 65 tokens on a rank; expected at most \[4, 64\]"):
+            session_for(65, sessions)
+        for session in sessions:
+            session.close()
+        return taken
+
+    assert on_ranks(2, body) == [[64, 4, 64, 4, 64]] * 2
 
 
 def test_options_are_checked() -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 from megamoe import ops
 from megamoe.backend import Capability
 from megamoe.errors import BackendError
+from megamoe.integrations.sessions import session_for
 from megamoe.problem import MoEProblem, QuantMode
-from megamoe.tensors import ExpertWeights
+from megamoe.tensors import ExpertWeights, expert_tensors
 from megamoe.testing.data import make_weights, with_tensors
 from megamoe.testing.tolerances import ORACLE_GATES
 from megamoe_cuda.backend import CudaBackend
@@ -167,6 +168,24 @@ def device_seconds(replay: Callable[[], None], repeats: int = 50) -> float:
     return median(times)
 
 
+# -- experts that move -------------------------------------------------------------------------------------------------
+
+
+def test_an_expert_that_moved_is_in_the_next_replay(stack: Stack) -> None:
+    """Expert 5 is copied over expert 3 under a captured graph: then ids of both mean the same."""
+    weights = stack.session.prepare(make_weights(PROBLEM, DEVICE, seed=5))
+    x, ids, router = make_call(200, 21)
+    graph, out = capture(lambda: stack.session.forward(x, ids, router, weights))
+    expected = stack.session.forward(x, ids.masked_fill(ids == 3, 5), router, weights)
+    graph.replay()
+    assert not torch.equal(out, expected)
+    for tensor in expert_tensors(weights).values():
+        slots = tensor.view(torch.uint8)
+        slots[3].copy_(slots[5])
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
 # -- two capacities ----------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +195,8 @@ def test_decode_and_prefill_sessions_side_by_side(stack: Stack) -> None:
     with BACKEND.open(BACKEND.plan(large)) as prefill:
         prefill.warmup()
         decode_call, prefill_call = make_call(32, 11), make_call(3000, 12)
+        both = (prefill, stack.session)
+        assert [session_for(len(call[0]), both) for call in (decode_call, prefill_call)] == [stack.session, prefill]
         weights = stack.weights[0]
         alone = stack.session.forward(*decode_call, weights), prefill.forward(*prefill_call, weights)
         graph, out = capture(lambda: stack.session.forward(*decode_call, weights))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from megamoe import env
 from megamoe.backend import Backend, Session
-from megamoe.errors import BackendUnavailableError, SessionError
+from megamoe.errors import BackendUnavailableError, CapacityError, SessionError
 from megamoe.meter import LayerCounter, Meter, Metrics
 from megamoe.problem import MoEProblem
 from megamoe.registry import REFERENCE, select_backend
@@ -42,6 +43,33 @@ def backend_for(device: torch.device, name: str, problem: MoEProblem) -> Backend
             hint="move the model to the CPU, or choose another backend",
         )
     return backend
+
+
+def session_for(most_tokens: int, sessions: Iterable[Session]) -> Session:
+    """The session of the smallest capacity that holds a step, as of one for decoding and one for prefill.
+
+    Args:
+        most_tokens: that any rank brings to this step. Not this rank's own number: ranks that took different sessions
+            would wait for each other until the time-out.
+        sessions: of the same ranks.
+
+    Raises:
+        CapacityError: none is large enough; on every rank, since all ask for the same number.
+    """
+    by_capacity = sorted(sessions, key=_capacity)
+    for session in by_capacity:
+        if most_tokens <= _capacity(session):
+            return session
+    raise CapacityError(
+        "no session holds this step",
+        got=f"{most_tokens} tokens on a rank",
+        expected=f"at most {[_capacity(session) for session in by_capacity]}",
+        hint="split the step on every rank, or plan a larger capacity",
+    )
+
+
+def _capacity(session: Session) -> int:
+    return session.plan.problem.num_max_tokens_per_rank
 
 
 class SessionPool:
