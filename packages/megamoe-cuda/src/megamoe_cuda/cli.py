@@ -11,7 +11,7 @@ import typer
 from megamoe import env
 from megamoe.bench.routing import ROUTING_NAMES
 from megamoe.bench.routing import routing as named_routing
-from megamoe.cli.console import check_writable, command
+from megamoe.cli.console import check_writable, command, make_folder
 from megamoe.problem import ActFormat, MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200
 from megamoe_cuda.aot import Build, builds, complaints, standard_builds
@@ -145,6 +145,7 @@ def cache_export(bundle: Annotated[Path, typer.Argument(help="File to write.")])
 def cache_import(bundle: Annotated[Path, typer.Argument(help="File of `cache export`.")]) -> None:
     """Check a bundle and add its kernels."""
     cache = KernelCache(env.cache_dir())
+    make_folder(cache.directory, "MEGAMOE_CACHE_DIR")
     typer.echo(f"{cache.import_bundle(bundle)} kernels added to {cache.directory}")
 
 

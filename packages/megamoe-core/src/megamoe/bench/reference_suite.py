@@ -194,7 +194,8 @@ def _local_weights(problem: MoEProblem, rank: int) -> Bf16Weights:
     """A rank's experts, made on that rank only."""
     local = replace(problem, num_experts=problem.num_local_experts, ep_size=1)
     weights = make_weights(local, torch.device("cpu"), seed=rank)
-    return weights  # type: ignore[return-value]
+    assert isinstance(weights, Bf16Weights)
+    return weights
 
 
 def this_machine() -> Machine:

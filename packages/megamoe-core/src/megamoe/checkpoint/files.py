@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,8 +230,8 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
     return value
 
 
-def _files(paths: object) -> str:
+def _files(paths: Iterable[Path]) -> str:
     """Up to three file names and how many more."""
-    names = sorted({str(path) for path in paths})  # type: ignore[attr-defined]
+    names = sorted({str(path) for path in paths})
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -355,14 +355,11 @@ class RankExecutor:
 
     def _count(self, stage: str, began: float, num_rows: int, num_bytes: int) -> float:
         """Add to the statistics of a stage; returns the time, at which the next stage begins."""
-        now = time.perf_counter()
+        now, stats = time.perf_counter(), self.stats
         with self._lock:
-            for table, amount in (
-                (self.stats.stage_seconds, now - began),
-                (self.stats.stage_rows, num_rows),
-                (self.stats.stage_bytes, num_bytes),
-            ):
-                table[stage] = table.get(stage, 0) + amount  # type: ignore[assignment]
+            stats.stage_seconds[stage] = stats.stage_seconds.get(stage, 0.0) + now - began
+            stats.stage_rows[stage] = stats.stage_rows.get(stage, 0) + num_rows
+            stats.stage_bytes[stage] = stats.stage_bytes.get(stage, 0) + num_bytes
         return now
 
 

@@ -62,7 +62,7 @@ class InprocGroup(Group):
         return SymmetricBuffer(rank=self.rank, ranks=tuple(ranks))
 
     def _all_gather(self, data: bytes, timeout_s: float, phase: str) -> list[bytes]:
-        return [bytes(value) for value in self._meet(data, timeout_s, phase)]  # type: ignore[call-overload]
+        return [value for value in self._meet(data, timeout_s, phase) if isinstance(value, bytes)]
 
     def _meet(self, value: object, timeout_s: float, phase: str) -> list[object]:
         world, number = self._world, self._num_meetings

@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ def _reach(name: str, rank: int, peer: int, deadline: float, timeout_s: float) -
 
 
 def _accept(
-    listener: socket.socket, rank: int, size: int, known: object, deadline: float, timeout_s: float
+    listener: socket.socket, rank: int, size: int, known: Collection[int], deadline: float, timeout_s: float
 ) -> tuple[int, socket.socket]:
     """Take a higher rank's connection; strangers (of another user) are turned away."""
     while True:
@@ -212,7 +213,7 @@ def _accept(
         try:
             sock, _ = listener.accept()
         except TimeoutError:
-            missing = next(peer for peer in range(rank + 1, size) if peer not in known)  # type: ignore[operator]
+            missing = next(peer for peer in range(rank + 1, size) if peer not in known)
             raise _timeout(rank, missing, "connect", timeout_s) from None
         _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         sock.settimeout(max(1e-3, deadline - time.monotonic()))
