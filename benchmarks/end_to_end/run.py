@@ -4,9 +4,9 @@
     python benchmarks/end_to_end/run.py --ranks 1 --experts 32 --output benchmarks/results/end-to-end/DATE-1xH200.json
 
 On one GPU, 32 experts are what one rank of EP8 holds, and a token's eight picks are the rows that it receives there.
-One run measures every implementation on the same model and inputs, in turns. Needs `megamoe-core[transformers]`, and on
-GPUs megamoe-cuda; sgl-deep-gemm 0.1.5 where it is installed. Without GPUs, or with --tiny, a tiny model runs: on the
-CPU reference that shows that the script works, and its times mean nothing.
+One run measures every implementation on the same model and inputs, in turns whose order is drawn anew for each. Needs
+`megamoe-core[transformers]`, and on GPUs megamoe-cuda; sgl-deep-gemm 0.1.5 where it is installed. Without GPUs, or with
+--tiny, a tiny model runs: on the CPU reference that shows that the script works, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -146,7 +147,7 @@ class Rank:
         seconds: dict[str, list[float]] = {name: [] for name in names}
         logits: dict[str, Tensor] = {}
         for round_ in range(2 + self.options.repeats):
-            for name in names:
+            for name in drawn(names, round_):
                 self.implementations.use(name)
                 took, logits[name] = self.first_token(ids)
                 if round_ >= 2:
@@ -164,7 +165,7 @@ class Rank:
             steps[name], logits[name] = self.decode_step(name, batch)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for round_ in range(3 + 4 * self.options.repeats):
-            for name in names:
+            for name in drawn(names, round_):
                 self.implementations.use(name)  # where there is no graph
                 took = self.elapsed(steps[name])
                 if round_ >= 3:
@@ -265,6 +266,11 @@ class Rank:
         """Token ids `[batch, num_tokens]` of this rank."""
         rng = torch.Generator().manual_seed(1000 * batch + self.context.rank)
         return torch.randint(0, self.model.config.vocab_size, (batch, num_tokens), generator=rng).to(self.device)
+
+
+def drawn(names: list[str], round_: int) -> list[str]:
+    """The round's order, the same on every rank: what runs before leaves the GPU warm or cool."""
+    return random.Random(round_).sample(names, len(names))
 
 
 def rel_l2(got: Tensor, expected: Tensor) -> float:
