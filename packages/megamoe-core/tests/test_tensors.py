@@ -110,12 +110,12 @@ def test_every_tensor_is_checked(quant: str, name: str) -> None:
 
 
 def test_expert_count_is_the_ranks_share() -> None:
-    with pytest.raises(InputError, match="wrong shape"):
+    with pytest.raises(InputError, match="w13_weight has the wrong shape.*each of the 2 ranks its own experts"):
         check_weights(made("bf16"), replace(problem("bf16"), ep_size=2))
 
 
 def test_biases_are_there_exactly_when_the_problem_has_them() -> None:
-    with pytest.raises(InputError, match="w2?1?3?_bias is missing.*expert_bias"):
+    with pytest.raises(InputError, match="w13_bias is missing.*expert_bias"):
         check_weights(made("bf16"), problem("bf16", expert_bias=True))
     with_bias = replace(made("bf16"), w2_bias=torch.zeros(E, H))
     with pytest.raises(InputError, match="w2_bias is not expected.*expert_bias"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from megamoe.backend import Capability, Reason, VirtualRanks
 from megamoe.errors import BackendUnavailableError, ConfigError, UnsupportedProblemError
 from megamoe.problem import MoEProblem
+from megamoe.reference.backend import ReferenceBackend
 from megamoe.schedule.device_spec import H200, MI355X
 from megamoe.symm import InprocGroup
 from megamoe_cuda import backend as cuda_backend
@@ -167,6 +169,24 @@ def test_a_wrong_group_is_refused_by_every_rank_alone(group: object, says: str) 
     with pytest.raises(ConfigError) as raised:
         BACKEND.open(BACKEND.plan(SEED), group)
     assert says in str(raised.value)
+
+
+@pytest.mark.usefixtures("claimed")
+@pytest.mark.parametrize(
+    "plan, says",
+    [(SEED, "got MoEProblem"), (ReferenceBackend().plan(SEED), "got one of reference")],
+    ids=["problem", "plan"],
+)
+def test_what_is_no_plan_of_this_backend_is_refused(plan: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"no plan of backend cuda; {says}"):
+        BACKEND.open(plan, VirtualRanks())
+
+
+@pytest.mark.usefixtures("claimed")
+@pytest.mark.parametrize("timeout_s", [0, float("nan"), "x"])
+def test_a_wait_that_is_no_time_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(ConfigError, match="timeout_s is not a time"):
+        BACKEND.open(BACKEND.plan(SEED), VirtualRanks(), timeout_s=timeout_s)
 
 
 @pytest.fixture

@@ -5,14 +5,15 @@
     backend = megamoe.select_backend("auto", problem)
     plan = backend.plan(problem)
     with backend.open(plan, group) as moe:
-        weights = moe.prepare_weights(w13, w2, layout="packed")
+        weights = moe.prepare_weights((w13, w13_scale), (w2, w2_scale), layout="packed")
         y = moe.forward(hidden_states, topk_ids, topk_weights, weights)
 
-Import layers, each free to import only those before it:
-
-    errors, env, problem, schedule, formats  ->  stages, layouts, symm  ->  tensors, backend, registry,
-    expert_map, shared_experts, meter  ->  reference, ops, launch, testing, bench, checkpoint, integrations, cli
+Beside these names: megamoe.tensors (weights as types), megamoe.errors, megamoe.checkpoint (reading safetensors),
+megamoe.ops (an operator for torch.compile), megamoe.expert_map, megamoe.shared_experts and megamoe.meter (for engines),
+megamoe.integrations (adapters), megamoe.env (environment variables), megamoe.testing (the conformance matrix).
 """
+
+# Which module may import which is a test: LAYERS in tests/test_repository.py.
 
 from megamoe._version import __version__
 from megamoe.backend import Backend, Plan, Reason, Session, VirtualRanks

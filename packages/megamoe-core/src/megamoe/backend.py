@@ -185,6 +185,9 @@ class Backend(ABC):
     name: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     @abstractmethod
     def probe(self) -> Verdict:
         """Whether this machine can run the backend. Cheap: no context is made, nothing is compiled."""
@@ -314,6 +317,11 @@ class Session(ABC):
         self.closed = False
         what = (plan.backend, plan.config.name, plan.device.name, plan.bytes, plan.problem)
         logger.info("MegaMoE opens backend %s, configuration %s, for %s, %d bytes a rank: %s", *what)
+
+    def __repr__(self) -> str:
+        driven = "all ranks" if self.ep_rank is None else f"rank {self.ep_rank}"
+        config, closed = self.plan.config.name, ", closed" if self.closed else ""
+        return f"<{type(self).__name__} of {driven}, EP{self.plan.problem.ep_size}, configuration {config}{closed}>"
 
     # -- weights ------------------------------------------------------------------------------------------------
 

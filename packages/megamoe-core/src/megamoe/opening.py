@@ -1,4 +1,4 @@
-"""What every backend on GPUs does before it opens a session: who meets, and whether their GPUs reach each other."""
+"""What every backend asks before it opens a session: who meets, how long to wait, whether GPUs reach each other."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ def ranks_of(group: Any, plan: Plan, backend: str, config_type: type) -> Ranks |
         config_type: of that backend's configurations.
 
     Raises:
-        ConfigError: another backend's plan, no group, or one of the wrong size. The same on every rank, so none waits.
+        ConfigError: no plan of the backend, no group, or one of the wrong size. The same on every rank, so none waits.
     """
+    if not isinstance(plan, Plan) or plan.backend != backend or not isinstance(plan.config, config_type):
+        raise ConfigError(
+            f"this is no plan of backend {backend}",
+            got=f"one of {plan.backend}" if isinstance(plan, Plan) else type(plan).__name__,
+            expected="what its plan(problem) returned",
+        )
     ep_size = plan.problem.ep_size
-    if plan.backend != backend or not isinstance(plan.config, config_type):
-        raise ConfigError("this plan is another backend's", got=plan.backend, expected=backend)
     if isinstance(group, VirtualRanks) or (group is None and ep_size == 1):
         return None
     if group is None:
-        raise ConfigError("no group", expected=f"{ep_size} ranks", hint="pass a process group, or VirtualRanks()")
+        raise ConfigError(
+            "a plan for several ranks needs a group",
+            expected=f"a group of {ep_size} ranks",
+            hint="pass a process group, or VirtualRanks()",
+        )
     if not isinstance(group, Group | dist.ProcessGroup):
         raise ConfigError(
             "not a group of ranks",
@@ -46,6 +54,19 @@ def ranks_of(group: Any, plan: Plan, backend: str, config_type: type) -> Ranks |
             "the group's size is not the plan's", got=f"{ranks.size} ranks", expected=f"ep_size = {ep_size}"
         )
     return ranks
+
+
+def wait_s(timeout_s: float | None) -> float:
+    """Seconds that a session's waits may take: those of `Backend.open`, or of MEGAMOE_TIMEOUT_S where it has none.
+
+    Raises:
+        ConfigError: no positive number.
+    """
+    if timeout_s is None:
+        return env.timeout_s()
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        raise ConfigError("timeout_s is not a time", got=repr(timeout_s), expected="a positive number of seconds")
+    return timeout_s
 
 
 def require_paths(ranks: Ranks, plan: Plan, device: torch.device, *, version: str, timeout_s: float) -> None:

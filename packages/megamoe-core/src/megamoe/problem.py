@@ -82,9 +82,9 @@ class MoEProblem:
 
     def __post_init__(self) -> None:
         for name, enum in (("quant", QuantMode), ("transport", Transport), ("activation", Activation)):
-            object.__setattr__(self, name, _member(name, enum, getattr(self, name)))
+            object.__setattr__(self, name, member(name, enum, getattr(self, name)))
         if self.act_format is not None:
-            object.__setattr__(self, "act_format", _member("act_format", ActFormat, self.act_format))
+            object.__setattr__(self, "act_format", member("act_format", ActFormat, self.act_format))
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_max_tokens_per_rank", "ep_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -122,7 +122,12 @@ class MoEProblem:
         return ep_rank * self.num_local_experts
 
 
-def _member(name: str, enum: type[_E], value: object) -> _E:
+def member(name: str, enum: type[_E], value: object) -> _E:
+    """The member of `enum` that `value` is or spells; `name` says in the error what was given.
+
+    Raises:
+        ConfigError: there is none; lists those that there are.
+    """
     try:
         return enum(value)  # type: ignore[arg-type]
     except ValueError:

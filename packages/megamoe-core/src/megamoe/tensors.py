@@ -101,6 +101,9 @@ WEIGHT_TYPE: Mapping[QuantMode, type[ExpertWeights]] = {
 }
 
 
+OTHER_WEIGHTS = "convert them (megamoe.checkpoint.convert, megamoe.formats), or plan the mode that takes them"
+
+
 def make_weights(
     problem: MoEProblem,
     w13: Tensor | tuple[Tensor, Tensor],
@@ -131,8 +134,11 @@ def make_weights(
         if len(parts) != 1 + quantized or not all(isinstance(part, Tensor) for part in parts):
             raise InputError(
                 f"{name} does not fit quant mode {problem.quant}",
-                got=" and ".join("a tensor" if isinstance(part, Tensor) else type(part).__name__ for part in parts),
+                got=" and ".join(
+                    f"a tensor of {part.dtype}" if isinstance(part, Tensor) else type(part).__name__ for part in parts
+                ),
                 expected="(payload, scale)" if quantized else "a BF16 tensor",
+                hint=OTHER_WEIGHTS,
             )
         tensors.update(zip((name, f"{name}_scale"), parts))
     for name, bias in (("w13_bias", w13_bias), ("w2_bias", w2_bias)):
@@ -153,11 +159,11 @@ def check_weights(weights: ExpertWeights, problem: MoEProblem) -> None:
             f"quant mode {problem.quant} takes other weights",
             got=type(weights).__name__,
             expected=wanted.__name__,
-            hint="quantise them first (megamoe.formats) or plan another mode",
+            hint=OTHER_WEIGHTS,
         )
     expected = dict(_expected_tensors(problem))
     got = dict(weights.tensors())
-    for name in expected.keys() | got.keys():
+    for name in dict.fromkeys((*expected, *got)):
         if name not in got or name not in expected:
             raise InputError(
                 f"{name} is {'missing' if name not in got else 'not expected'}",
@@ -168,7 +174,9 @@ def check_weights(weights: ExpertWeights, problem: MoEProblem) -> None:
         shape, dtypes = expected[name]
         tensor = got[name]
         if tuple(tensor.shape) != shape:
-            raise InputError(f"{name} has the wrong shape", got=tuple(tensor.shape), expected=shape)
+            whole = tensor.dim() == len(shape) and tensor.shape[0] == problem.num_experts != shape[0]
+            hint = f"give each of the {problem.ep_size} ranks its own experts only" if whole else None
+            raise InputError(f"{name} has the wrong shape", got=tuple(tensor.shape), expected=shape, hint=hint)
         if tensor.dtype not in dtypes:
             raise InputError(
                 f"{name} has the wrong dtype", got=tensor.dtype, expected=" or ".join(str(d) for d in dtypes)
@@ -263,7 +271,7 @@ def require_prepared(weights: object, *, backend: str, layout: str, problem: MoE
             "these weights are not prepared",
             got=type(weights).__name__,
             expected="PreparedWeights",
-            hint="make them with this session's prepare_weights()",
+            hint="make them with this session's prepare_weights(); lists are for sessions of VirtualRanks()",
         )
     weights.require(backend=backend, layout=layout, problem=problem)
 

@@ -184,6 +184,8 @@ def test_experts_that_the_layer_does_not_have(file: Path) -> None:
     for experts in (range(0), range(1, 3), range(-1, 1)):
         with pytest.raises(ConfigError, match="does not have"):
             layer.load_experts(experts)
+    with pytest.raises(ConfigError, match="unknown quant; got 'fp8'; expected bf16 or a8w8"):
+        layer.load_experts(range(1), "fp8")
 
 
 def test_sizes_that_the_mode_can_not_hold(tmp_path: Path) -> None:

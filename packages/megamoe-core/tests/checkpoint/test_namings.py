@@ -157,6 +157,7 @@ def test_a_naming_is_detected_and_its_experts_are_read(name: str, tmp_path: Path
     assert stored.layout is (GateUpLayout.INTERLEAVED if is_gpt_oss else GateUpLayout.PACKED)
     _equal(layer.load_experts(range(E)), expected, slice(0, E))
     _equal(layer.load_experts(range(1, 3)), expected, slice(1, 3))
+    assert find_layer(TensorFiles.find(str(tmp_path)), 1).stored == stored  # one path need not be a list
     assert moe_layers(layer.files) == [1]
 
 

@@ -106,6 +106,12 @@ def test_a_timeout_is_a_positive_number(timeout_s: Any) -> None:
         BACKEND.open(plan, timeout_s=timeout_s)
 
 
+def test_what_is_no_plan_is_refused() -> None:
+    problem = make_layer(ep_size=1, num_tokens=4, quant="bf16").problem
+    with pytest.raises(ConfigError, match="this is no plan of backend reference; got MoEProblem"):
+        BACKEND.open(problem)
+
+
 OTHER_LAYERS: dict[str, dict[str, Any]] = {
     "H": {"hidden_size": 256},
     "I": {"intermediate_size": 256},

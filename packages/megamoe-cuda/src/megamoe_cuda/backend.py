@@ -13,7 +13,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict, VirtualRanks
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
-from megamoe.opening import ranks_of, require_paths
+from megamoe.opening import ranks_of, require_paths, wait_s
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200, DeviceSpec
 from megamoe.symm import Group, PeerMemory
@@ -140,7 +140,7 @@ class CudaBackend(Backend):
             BackendUnavailableError: no SM90 GPU, a missing library, no peer-to-peer path; on every rank, before any
                 memory is shared.
         """
-        timeout_s = env.timeout_s() if timeout_s is None else timeout_s
+        timeout_s = wait_s(timeout_s)
         ranks = ranks_of(group, plan, self.name, SessionConfig)
         if workspace is not None and ranks is not None:
             raise ConfigError(

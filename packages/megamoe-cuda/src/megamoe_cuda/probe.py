@@ -128,7 +128,7 @@ def compiler_version() -> tuple[int, int]:
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
             "no compiler for CUDA kernels here",
-            got=error,
+            got=str(error).strip(),
             expected="cuda-bindings, cuda-core and NVRTC",
             hint="pip install 'megamoe-cuda[compile-cu13]' (or [compile-cu12]); it needs no GPU",
         ) from error

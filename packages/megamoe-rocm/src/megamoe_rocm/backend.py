@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megamoe import env
 from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict
 from megamoe.errors import ConfigError
-from megamoe.opening import ranks_of
+from megamoe.opening import ranks_of, wait_s
 from megamoe.problem import MoEProblem
 from megamoe.schedule.device_spec import DeviceSpec
 from megamoe_rocm import __version__, planning, rungs
@@ -72,7 +71,7 @@ class RocmBackend(Backend):
         """
         if workspace is not None:
             raise ConfigError("backend rocm takes no workspace", hint="leave workspace=None; plan.bytes says its size")
-        timeout_s = env.timeout_s() if timeout_s is None else timeout_s
+        timeout_s = wait_s(timeout_s)
         ranks = ranks_of(group, plan, self.name, SessionConfig)
         from megamoe_rocm.opening import open_session  # needs Triton, which planning does not
 

@@ -45,14 +45,16 @@ class TensorFiles:
     config: Mapping[str, Any]
 
     @classmethod
-    def find(cls, paths: Sequence[str | Path]) -> TensorFiles:
-        """Take in safetensors files, index files, or a directory of a checkpoint.
+    def find(cls, paths: str | Path | Sequence[str | Path]) -> TensorFiles:
+        """Take in one or several safetensors files, index files, or directories of a checkpoint.
 
         A directory's `*.safetensors.index.json` is used if it has one, and all its `*.safetensors` otherwise.
 
         Raises:
             CheckpointError: nothing there, a file that can't be read, or a tensor in two files.
         """
+        if isinstance(paths, str | Path):
+            paths = [paths]
         if not paths:
             raise CheckpointError("no checkpoint was named", expected="safetensors files, an index file or a directory")
         where: dict[str, Path] = {}

@@ -14,7 +14,7 @@ from megamoe.checkpoint.files import TensorFiles
 from megamoe.checkpoint.namings import NAMINGS, Naming, StoredLayer
 from megamoe.checkpoint.namings.base import positive
 from megamoe.errors import CheckpointError, ConfigError
-from megamoe.problem import QuantMode
+from megamoe.problem import QuantMode, member
 from megamoe.tensors import ExpertWeights
 
 
@@ -50,13 +50,13 @@ class LayerCheckpoint:
         Raises:
             CheckpointError: an expert or tensor that is missing, or has another shape or dtype.
             FormatError: sizes that the mode's format can't hold.
-            ConfigError: ids that the layer does not have.
+            ConfigError: ids that the layer does not have, or no mode.
         """
         if not 0 <= experts.start < experts.stop <= self.stored.num_experts:
             raise ConfigError(
                 "experts that the layer does not have", got=experts, expected=f"within 0 to {self.stored.num_experts}"
             )
-        mode = None if quant is None else QuantMode(quant)
+        mode = None if quant is None else member("quant", QuantMode, quant)
         result: ExpertWeights | None = None
         for slot, expert in enumerate(experts):
             with self.files.open() as reader:

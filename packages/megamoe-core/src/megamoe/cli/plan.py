@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,8 +113,9 @@ def _print(plan: Plan) -> None:
     say(f"[bold]{plan.backend}[/] on {plan.device.name}, configuration {plan.config.name}")
     say(f"weights of a rank: {bytes_text(weight_bytes(plan.problem))}, biases left out")
     settings = Table("setting", "value", title="configuration", title_justify="left")
-    for name, value in _settings(plan).items():
-        settings.add_row(name, escape(str(value)))
+    for field in fields(plan.config):
+        if field.name != "name":
+            settings.add_row(field.name, escape(_text(getattr(plan.config, field.name))))
     out.print(settings)
     table = Table("array", "section", "shape", "bytes", title="workspace of a rank", title_justify="left")
     table.columns[-1].justify = "right"
@@ -127,9 +128,14 @@ def _print(plan: Plan) -> None:
     out.print(table)
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
-    """Fields of the backend's own configuration: tiles, depths."""
-    return {name: value for name, value in asdict(plan.config).items() if name != "name"}
+def _text(value: Any) -> str:
+    """A setting for people: of tiles and rings a line each, with what is not as by default."""
+    if isinstance(value, tuple):
+        return "\n".join(map(_text, value))
+    if not is_dataclass(value):
+        return str(value)
+    shown = (field for field in fields(value) if getattr(value, field.name) != field.default)
+    return ", ".join(f"{field.name} {getattr(value, field.name)}" for field in shown)
 
 
 def _as_json(plan: Plan) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def print_prediction(plan: Plan) -> None:
     if reason is not None:
         say(f"no prediction: {reason}")
         return
-    table = Table("tokens", "µs", "exchange", "multiply", "finish", "combine", "blocks", "HBM MB", "link MB")
+    columns = ("tokens", "µs", "exchange", "multiply", "finish", "combine", "blocks", "HBM MB", "link MB")
+    table = Table(*columns, padding=0)  # fits 80 columns
     table.title = f"predicted: EP{plan.problem.ep_size}, tokens per rank, uniform routing, quantised inputs"
     for column in table.columns:
         column.justify = "right"

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megamoe import env
 from megamoe.backend import Backend, Capability, Plan, Reason, Verdict
-from megamoe.errors import ConfigError
 from megamoe.formats import activation_format, weight_format
+from megamoe.opening import ranks_of, wait_s
 from megamoe.problem import ActFormat, MoEProblem, Transport
 from megamoe.reference.plan import ReferenceConfig, ReferencePlan
 from megamoe.reference.session import ReferenceSession, open_session
@@ -116,13 +115,9 @@ class ReferenceBackend(Backend):
         torch.distributed whose ranks are on one machine. `workspace` can be handed in where the session is the only
         one that uses it: with `group` None.
         """
-        if not isinstance(plan, ReferencePlan):
-            raise ConfigError(
-                "this plan is another backend's", got=getattr(plan, "backend", type(plan).__name__), expected=self.name
-            )
-        return open_session(
-            plan, group, timeout_s=env.timeout_s() if timeout_s is None else timeout_s, workspace=workspace
-        )
+        timeout_s = wait_s(timeout_s)
+        ranks = ranks_of(group, plan, self.name, ReferenceConfig)
+        return open_session(plan, group, ranks, timeout_s=timeout_s, workspace=workspace)
 
 
 def _row_format(problem: MoEProblem) -> str:

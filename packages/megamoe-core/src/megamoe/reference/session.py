@@ -10,11 +10,10 @@ from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backend import HiddenStates, Session, StageTaps, VirtualRanks
+from megamoe.backend import HiddenStates, Plan, Session, StageTaps
 from megamoe.call_checks import by_rank, check_call, require_ids
 from megamoe.errors import (
     ConfigError,
@@ -33,6 +32,7 @@ from megamoe.reference.weights import ExpertReader, MatrixCache, named_tensors
 from megamoe.schedule.protocol import Call, next_epoch
 from megamoe.stages.multiply import heights_agree
 from megamoe.symm import Group
+from megamoe.symm.agreement import Ranks
 from megamoe.symm.shm import connect_process_group
 from megamoe.tensors import ExpertWeights, PreparedWeights, require_prepared
 
@@ -329,35 +329,18 @@ def _fill(arguments: Sequence[RankArguments], value: float, *, padding: bool = F
         rank.out[rank.num_tokens if padding else 0 :] = value
 
 
-def open_session(plan: ReferencePlan, group: object, *, timeout_s: float, workspace: Tensor | None) -> ReferenceSession:
-    """COLLECTIVE. See `ReferenceBackend.open`."""
-    size = plan.problem.ep_size
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-        raise ConfigError("timeout_s is not a time", got=repr(timeout_s), expected="a positive number of seconds")
-    if group is None and size > 1:
-        raise ConfigError(
-            "a plan for several ranks needs a group", got="None", expected=f"{size} ranks", hint="or VirtualRanks()"
-        )
-    if group is None or isinstance(group, VirtualRanks):
+def open_session(
+    plan: Plan, group: Any, ranks: Ranks | None, *, timeout_s: float, workspace: Tensor | None
+) -> ReferenceSession:
+    """COLLECTIVE. See `ReferenceBackend.open`; `ranks` are those of `megamoe.opening.ranks_of`."""
+    assert isinstance(plan, ReferencePlan)
+    if ranks is None:
         return _open_alone(plan, virtual=group is not None, timeout_s=timeout_s, workspace=workspace)
     if workspace is not None:
         raise ConfigError("with a group the reference allocates its shared memory itself", got="workspace=")
     if isinstance(group, Group):
         return _open_ranked(plan, group, owns_group=False, timeout_s=timeout_s)
-    if isinstance(group, dist.ProcessGroup):
-        _check_size(dist.get_world_size(group), size)
-        shm = connect_process_group(group, timeout_s=timeout_s)
-        return _open_ranked(plan, shm, owns_group=True, timeout_s=timeout_s)
-    raise ConfigError(
-        "group does not join ranks",
-        got=type(group).__name__,
-        expected="a torch.distributed.ProcessGroup, a megamoe.symm.Group, VirtualRanks() or None",
-    )
-
-
-def _check_size(got: int, ep_size: int) -> None:
-    if got != ep_size:
-        raise ConfigError("the group does not have the plan's ranks", got=got, expected=f"ep_size = {ep_size}")
+    return _open_ranked(plan, connect_process_group(group, timeout_s=timeout_s), owns_group=True, timeout_s=timeout_s)
 
 
 def _open_alone(plan: ReferencePlan, *, virtual: bool, timeout_s: float, workspace: Tensor | None) -> ReferenceSession:
@@ -386,7 +369,6 @@ def _open_alone(plan: ReferencePlan, *, virtual: bool, timeout_s: float, workspa
 
 def _open_ranked(plan: ReferencePlan, group: Group, *, owns_group: bool, timeout_s: float) -> ReferenceSession:
     """One rank of a group."""
-    _check_size(group.size, plan.problem.ep_size)
     layout = plan.workspace
     digest = hashlib.sha256(repr(plan).encode()).digest()
     try:
