@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import ConfigError
-from megamoe.testing.routings import Picks, Routing, hot_expert, hot_rank, uniform
+from megamoe.testing.routings import Picks, Routing, drawn, hot_expert, hot_rank, uniform
 
 WARM = 1.5  # rows of the warm rank, of the mean
 EP8_REMOTE = 7 / 8  # share of a rank's picks that leave it at EP8 under uniform routing
@@ -27,7 +27,7 @@ EP8_REMOTE = 7 / 8  # share of a rank's picks that leave it at EP8 under uniform
 
 def zipf(picks: Picks, rng: torch.Generator, exponent: float = 1.0) -> Tensor:
     """Distinct experts of a row, expert e drawn in proportion to (e + 1)^-exponent."""
-    return _drawn(picks, torch.arange(1, picks.num_experts + 1, dtype=torch.float64) ** -exponent, rng)
+    return drawn(picks, torch.arange(1, picks.num_experts + 1, dtype=torch.float64) ** -exponent, rng)
 
 
 def warm_rank(picks: Picks, rng: torch.Generator) -> Tensor:
@@ -36,14 +36,7 @@ def warm_rank(picks: Picks, rng: torch.Generator) -> Tensor:
     if picks.ep_size > 1:
         share = WARM / picks.ep_size
         weights[-picks.num_local_experts :] = share * (picks.ep_size - 1) / (1 - share)
-    return _drawn(picks, weights, rng)
-
-
-def _drawn(picks: Picks, weights: Tensor, rng: torch.Generator) -> Tensor:
-    if picks.num_tokens == 0:
-        return torch.zeros(picks.shape, dtype=torch.int64)
-    repeats = picks.top_k > picks.num_experts
-    return torch.multinomial(weights.expand(picks.num_tokens, -1), picks.top_k, replacement=repeats, generator=rng)
+    return drawn(picks, weights, rng)
 
 
 def ep8_equivalent(picks: Picks, rng: torch.Generator) -> Tensor:

@@ -36,7 +36,7 @@ from megamoe.cli.tokens import FROM_ROUTER, InputFile, TokenSource, parse_tokens
 from megamoe.errors import ConfigError, InputError
 from megamoe.problem import MoEProblem, QuantMode, Transport
 from megamoe.registry import select_backend
-from megamoe.testing.tolerances import BF16_OVER_FP8_TRANSPORT, ORACLE_GATES, OracleGate
+from megamoe.testing.tolerances import oracle_gate
 
 DEFAULT_TOKENS = "128"
 ROCM = "rocm"
@@ -221,18 +221,12 @@ def gate_failures(problem: MoEProblem, distance: Distance | None) -> list[str]:
     """What is above the mode's gate, in words; nothing where it was not checked."""
     if distance is None:
         return []
-    gate, failures = _gate(problem), []
+    gate, failures = oracle_gate(problem), []
     if not distance.rel_l2 < gate.rel_l2:
         failures.append(f"relL2 {distance.rel_l2:.4g} is not below {gate.rel_l2:g}")
     if gate.calc_diff is not None and not distance.calc_diff < gate.calc_diff:
         failures.append(f"calc_diff {distance.calc_diff:.4g} is not below {gate.calc_diff:g}")
     return failures
-
-
-def _gate(problem: MoEProblem) -> OracleGate:
-    if problem.quant is QuantMode.BF16 and problem.transport is Transport.FP8_BLOCKWISE_1X32:
-        return BF16_OVER_FP8_TRANSPORT
-    return ORACLE_GATES[QuantMode(problem.quant)]
 
 
 def _save(path: Path, job: Job, result: JobResult) -> None:
@@ -293,7 +287,7 @@ def _print(job: Job, result: JobResult, failures: list[str]) -> None:
         say(f"[bold red]FAIL[/] {failure}")
     distance = result.distance
     if distance is not None and not failures:
-        gate = _gate(problem)
+        gate = oracle_gate(problem)
         limit = "" if gate.calc_diff is None else f" (gate {gate.calc_diff:g})"
         say(
             f"[bold green]PASS[/] relL2 {distance.rel_l2:.4g} (gate {gate.rel_l2:g}), "

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from megamoe.backend import StageTaps
 from megamoe.formats import Quantized
-from megamoe.problem import MoEProblem, QuantMode, Transport
+from megamoe.problem import MoEProblem
 from megamoe.testing.data import Call
 from megamoe.testing.tolerances import (
-    BF16_OVER_FP8_TRANSPORT,
-    ORACLE_GATES,
     StagedBounds,
     calc_diff,
     code_distance,
+    oracle_gate,
     rel_l2,
     row_rel_l2,
     same_bits,
@@ -43,9 +42,7 @@ def check_shape(problem: MoEProblem, calls: Sequence[Call], outputs: Sequence[Te
 def check_oracle(problem: MoEProblem, outputs: Sequence[Tensor], oracle: Sequence[Tensor]) -> None:
     """Hold the outputs of all ranks to the FP32 oracle: the whole, and each row."""
     got, expected = _joined(outputs, oracle)
-    gate = ORACLE_GATES[QuantMode(problem.quant)]
-    if problem.quant is QuantMode.BF16 and problem.transport is Transport.FP8_BLOCKWISE_1X32:
-        gate = BF16_OVER_FP8_TRANSPORT
+    gate = oracle_gate(problem)
     slack = 1 + sampling_error(got.numel())
     distance, limit = rel_l2(got, expected), gate.rel_l2 * slack
     assert distance < limit, f"relL2 {distance:.4g} from the oracle; the gate is {limit:.4g}"

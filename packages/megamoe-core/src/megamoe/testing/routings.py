@@ -46,12 +46,12 @@ Routing = Callable[[Picks, torch.Generator], Tensor]
 
 def uniform(picks: Picks, rng: torch.Generator) -> Tensor:
     """Distinct experts per row where there are enough, each equally likely."""
-    return _weighted(picks, torch.ones(picks.num_experts), rng)
+    return drawn(picks, torch.ones(picks.num_experts), rng)
 
 
 def zipf(picks: Picks, rng: torch.Generator) -> Tensor:
     """Expert e is picked in proportion to 1 / (e + 1): a few experts take most rows, many take none."""
-    return _weighted(picks, 1.0 / torch.arange(1, picks.num_experts + 1), rng)
+    return drawn(picks, 1.0 / torch.arange(1, picks.num_experts + 1), rng)
 
 
 def hot_expert(picks: Picks, rng: torch.Generator) -> Tensor:
@@ -131,7 +131,7 @@ def out_of_range(picks: Picks, rng: torch.Generator) -> Tensor:
 
 
 def redundant(picks: Picks, rng: torch.Generator) -> Tensor:
-    """Physical experts e and e + E/2 hold the same weights (`megamoe.testing.layers`): rows take either in turn."""
+    """Experts e and e + E/2 hold the same weights (`make_weights` of testing/data.py): rows take either in turn."""
     half = max(picks.num_experts // 2, 1)
     logical = uniform(Picks(**{**vars(picks), "num_experts": half, "ep_size": 1, "src_rank": 0}), rng)
     copy = torch.arange(picks.num_tokens).unsqueeze(1) % 2
@@ -147,8 +147,8 @@ ROUTINGS: Mapping[str, Routing] = {
 }  # fmt: skip
 
 
-def _weighted(picks: Picks, weights: Tensor, rng: torch.Generator) -> Tensor:
-    """Draw experts in proportion to `weights`, without repeats in a row where there are enough experts."""
+def drawn(picks: Picks, weights: Tensor, rng: torch.Generator) -> Tensor:
+    """Experts drawn in proportion to `weights`, `[E]`, without repeats in a row where there are enough experts."""
     if picks.num_tokens == 0:
         return torch.zeros(picks.shape, dtype=torch.int64)
     repeats = picks.top_k > picks.num_experts

@@ -52,6 +52,13 @@ ORACLE_GATES = {
 BF16_OVER_FP8_TRANSPORT = OracleGate(rel_l2=0.04, row_rel_l2=0.08)
 
 
+def oracle_gate(problem: MoEProblem) -> OracleGate:
+    """The gate of a layer: its mode's, or the wider one of bf16 over the FP8 transport."""
+    if problem.quant is QuantMode.BF16 and problem.transport is Transport.FP8_BLOCKWISE_1X32:
+        return BF16_OVER_FP8_TRANSPORT
+    return ORACLE_GATES[QuantMode(problem.quant)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedBounds:
     """Largest distance from the staged reference.
