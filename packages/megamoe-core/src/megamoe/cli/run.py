@@ -52,9 +52,7 @@ def run(
     ],
     more_files: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="More files of the checkpoint, as in --checkpoint model-*.safetensors", metavar="[FILE]..."
-        ),
+        typer.Argument(help="More files of the checkpoint, as in --checkpoint model-*.safetensors", metavar="FILE"),
     ] = None,
     layer: Annotated[int, typer.Option(help="Which layer.", min=0)] = 0,
     ep: Annotated[int, typer.Option(help="Ranks that share the experts, a process each.", min=1)] = 1,
