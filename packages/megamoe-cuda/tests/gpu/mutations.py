@@ -9,7 +9,6 @@ until the watchdog ends them. `none` is the kernel as it is, and must pass.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from edits import Edit, edited_headers, spin, use_headers
 
 from megamoe.backend import VirtualRanks
 from megamoe.errors import MegaMoEError
@@ -31,7 +31,7 @@ from megamoe.testing.data import make_weights, shard, with_tensors
 from megamoe.testing.tolerances import rel_l2, staged_bounds
 from megamoe_cuda import backend
 from megamoe_cuda.heuristics import tiles_of
-from megamoe_cuda.jit import codegen, compiler, store
+from megamoe_cuda.jit import codegen
 
 TIMEOUT_S = 3.0
 PROCESS_LIMIT_S = 60.0  # most compile a kernel or two before the fault shows, the harmless ones all
@@ -42,8 +42,9 @@ MUTANTS_AT_ONCE = 8  # on one GPU, which they share in turns
 class Mutation:
     """One fault: `old` becomes `new` in the header `file`, at its only place.
 
-    `may_be_harmless`: an ordering that this machine may keep without the instruction; reported, not required.
-    `after_a_failure`: shows only in calls behind one that failed.
+    `may_be_harmless`: why results may stay right without it, on this machine or at all; reported, not required.
+    `slowed`: an edit beside the fault that holds up the thread which the fault no longer waits for. Alone it must pass.
+    `test`: of the tests of what follows a failure, those that show it (`pytest -k`), where comparisons don't.
     `mode`: whose calls show it.
     """
 
@@ -51,9 +52,15 @@ class Mutation:
     file: str
     old: str
     new: str
-    may_be_harmless: bool = False
-    after_a_failure: bool = False
+    may_be_harmless: str = ""
+    slowed: Edit | None = None
+    test: str = ""
     mode: QuantMode = QuantMode.A8W8
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        fault = Edit(file=self.file, old=self.old, new=self.new)
+        return (fault,) if self.slowed is None else (fault, self.slowed)
 
 
 MUTATIONS = (
@@ -182,28 +189,28 @@ MUTATIONS = (
         file="roles/gemm1_epilogue.cuh",
         old="    ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies\n",
         new="",
-        may_be_harmless=True,
+        may_be_harmless="the loader fences too, behind its acquire",
     ),
     Mutation(
         name="a launch behind a failed call takes part",
         file="symm/cta.cuh",
         old='"r"(aborted ? 0 : 1)',
         new='"r"(1)',
-        after_a_failure=True,
+        test="behind_a_timed_out_call",
     ),
     Mutation(
         name="a rank that gives up tells nobody",
         file="roles/combine.cuh",
         old="if (math_thread < cfg::kNumRanks && math_thread != cta.rank) {",
         new="if (false) {",
-        after_a_failure=True,
+        test="tells_its_peers",
     ),
     Mutation(
         name="counts of peers not checked",
         file="schedule/pool_plan.cuh",
         old="if (rows <= kMaxPicks) return true;",
         new="return true;",
-        after_a_failure=True,
+        test="impossible_counts",
     ),
     Mutation(
         name="cluster: stages given back to the own CTA only",
@@ -246,7 +253,12 @@ MUTATIONS = (
         old="if (!wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, leads ? taken()",
         new="if (!leads && !wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, leads ? taken()",
         mode=QuantMode.BF16,
-        may_be_harmless=True,
+        # Of two claims with no tile between them, the second is sent while the other CTA has not asked for the first.
+        slowed=Edit(
+            file="pipeline/cluster.cuh",
+            old="        else ptx::mbarrier_arrive_expect_tx(sent(), sizeof(unit));\n",
+            new=f"        else {{\n{spin(100_000)}ptx::mbarrier_arrive_expect_tx(sent(), sizeof(unit));\n}}\n",
+        ),
     ),
     Mutation(
         name="cluster: flags of a short block raised once",
@@ -268,7 +280,7 @@ MUTATIONS = (
         old="        ptx::cluster_arrive();\n        ptx::cluster_wait();\n",
         new="",
         mode=QuantMode.BF16,
-        may_be_harmless=True,
+        may_be_harmless="nobody has counts before all CTAs set up their barriers (Join::kRouted)",
     ),
     Mutation(
         name="cluster: a CTA ends before its peer",
@@ -276,14 +288,15 @@ MUTATIONS = (
         old="    if constexpr (kInCluster) ptx::cluster_wait();\n",
         new="",
         mode=QuantMode.BF16,
-        may_be_harmless=True,
+        # Where nothing fails, Join::kFinished keeps both CTAs.
+        test="writes_late",
     ),
     Mutation(
         name="scratch not fenced before bulk copies overwrite it",
         file="sm90_mega_moe.cuh",
         old="    ptx::fence_proxy_async_shared();\n",
         new="",
-        may_be_harmless=True,
+        may_be_harmless="what was stored before the barrier has reached shared memory",
     ),
     Mutation(
         name="converters: operands not fenced",
@@ -291,7 +304,7 @@ MUTATIONS = (
         old="            ptx::fence_proxy_async_shared();\n",
         new="",
         mode=QuantMode.A8W4,
-        may_be_harmless=True,
+        may_be_harmless="a warp's stores have reached shared memory when it arrives",
     ),
     Mutation(
         name="converters: operands overwritten while they are read",
@@ -438,44 +451,26 @@ def run_mutant(headers: Path, mode: QuantMode) -> None:
     print(json.dumps({"fault": fault}), flush=True)
 
 
-def use_headers(headers: Path) -> None:
-    """Compile from `headers` in this process."""
-    for module in (codegen, compiler, store):
-        module.INCLUDE_DIR = headers  # type: ignore[attr-defined]
+def mutant(mutation: Mutation, directory: Path) -> Path:
+    """Headers with the fault in them, in `directory`."""
+    return edited_headers(mutation.edits, directory, mutation.name)
 
 
-def mutate(mutation: Mutation, directory: Path) -> Path:
-    """A copy of the headers with the fault in it.
-
-    Raises:
-        SystemExit: the place of the fault is not there any more, or not the only one.
-    """
-    headers = directory / "include"
-    shutil.copytree(codegen.INCLUDE_DIR, headers)
-    path = headers / "megamoe" / mutation.file
-    text = path.read_text()
-    if text.count(mutation.old) != 1:
-        raise SystemExit(f"{mutation.name}: {mutation.file} has its place {text.count(mutation.old)} times")
-    path.write_text(text.replace(mutation.old, mutation.new))
-    return headers
-
-
-def failure_tests(headers: Path) -> None:
-    """Body of a mutant's process: the tests of what follows a failure."""
+def failure_tests(headers: Path, names: str) -> None:
+    """Body of a mutant's process: tests of what follows a failure."""
     use_headers(headers)
-    names = "behind_a_timed_out_call or tells_its_peers or impossible_counts"
-    tests = Path(__file__).with_name("test_session_gpu.py")
-    sys.exit(pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "--timeout=30", "-k", names, str(tests)]))
+    tests = [str(Path(__file__).with_name(name)) for name in ("test_session_gpu.py", "test_stuck_gpu.py")]
+    sys.exit(pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "--timeout=30", "-k", names, *tests]))
 
 
-def outcome(headers: Path, mode: QuantMode = QuantMode.A8W8, after_a_failure: bool = False) -> str | None:
+def outcome(headers: Path, mode: QuantMode, test: str = "") -> str | None:
     """How the mutant was caught, or None."""
-    command = [sys.executable, __file__, "--failures" if after_a_failure else "--mutant", str(headers), mode.value]
+    command = [sys.executable, __file__, "--failures" if test else "--mutant", str(headers), test or mode.value]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
     except subprocess.TimeoutExpired:
         return f"hung for {PROCESS_LIMIT_S:g} s"
-    if after_a_failure:
+    if test:
         failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
         return failed[0] if failed else f"tests ended with {run.returncode}" if run.returncode else None
     faults = [json.loads(line)["fault"] for line in run.stdout.splitlines() if line.startswith('{"fault"')]
@@ -484,26 +479,33 @@ def outcome(headers: Path, mode: QuantMode = QuantMode.A8W8, after_a_failure: bo
     return next((fault for fault in faults if fault), None)
 
 
+def without_faults(chosen: list[Mutation], directory: Path) -> Iterator[tuple[Path, QuantMode, str]]:
+    """What must pass: every mode and test that shall show a fault, and the edits that only slow a mutant down."""
+    yield from ((codegen.INCLUDE_DIR, mode, "") for mode in {each.mode for each in chosen if not each.test})
+    if tests := " or ".join(each.test for each in chosen if each.test):
+        yield codegen.INCLUDE_DIR, QuantMode.A8W8, tests
+    for index, each in enumerate(chosen):
+        if each.slowed is not None:
+            yield edited_headers([each.slowed], directory / f"slowed-{index}", each.name), each.mode, ""
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--mutant"]:
         return run_mutant(Path(sys.argv[2]), QuantMode(sys.argv[3]))
     if sys.argv[1:2] == ["--failures"]:
-        return failure_tests(Path(sys.argv[2]))
+        return failure_tests(Path(sys.argv[2]), sys.argv[3])
     chosen = [mutation for mutation in MUTATIONS if not sys.argv[1:] or mutation.name in sys.argv[1:]]
     with tempfile.TemporaryDirectory() as directory:
-        headers = [mutate(each, Path(directory) / str(index)) for index, each in enumerate(chosen)]
+        headers = [mutant(each, Path(directory) / str(index)) for index, each in enumerate(chosen)]
         missed = []
         with ThreadPoolExecutor(MUTANTS_AT_ONCE) as pool:
-            untouched = [pool.submit(outcome, codegen.INCLUDE_DIR, mode) for mode in {each.mode for each in chosen}]
-            untouched.append(pool.submit(outcome, codegen.INCLUDE_DIR, after_a_failure=True))
-            runs = {
-                pool.submit(outcome, path, each.mode, each.after_a_failure): each for each, path in zip(chosen, headers)
-            }
+            untouched = [pool.submit(outcome, *each) for each in without_faults(chosen, Path(directory))]
+            runs = {pool.submit(outcome, path, each.mode, each.test): each for each, path in zip(chosen, headers)}
             faults = [fault for fault in (run.result() for run in untouched) if fault]
             print(f"none: {faults or 'passes'}", flush=True)
             for run in as_completed(runs):
                 mutation, caught = runs[run], run.result()
-                print(f"{mutation.name}: {caught or 'NOT CAUGHT'}", flush=True)
+                print(f"{mutation.name}: {caught or f'NOT CAUGHT {mutation.may_be_harmless}'}", flush=True)
                 if caught is None and not mutation.may_be_harmless:
                     missed.append(mutation.name)
     sys.exit(f"not caught: {', '.join(missed)}" if missed else bool(faults))

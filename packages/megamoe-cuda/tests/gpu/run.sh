@@ -19,7 +19,7 @@ status=0
 
 if [ "$kind" = one ]; then
     python3 "$here/precompile.py" virtual || status=1
-    for name in session device_order trace engines faults; do
+    for name in session stuck device_order trace engines faults; do
         file=("$here"/test_"$name"*.py)
         python3 -m pytest -p claim "${options[@]}" -s "${file[@]}" 2>&1 | tee "$out/$name.log" || status=1
     done

@@ -251,7 +251,7 @@ def test_launches_behind_a_timed_out_call_leave_all_memory_alone(num_tokens: int
 
 def test_a_rank_that_gave_up_tells_its_peers() -> None:
     """The late rank does not sit out its own time-out, and says who gave up."""
-    with ranks_apart(PROBLEM, 0.5, 100.0) as (whole, (first, late)):
+    with ranks_apart(PROBLEM, 0.5, 10.0) as (whole, (first, late)):
         weights = [whole.prepare(share) for share in experts(PROBLEM)]
         call = make_call(PROBLEM, 64, 0)
         first.forward(*call, weights[0])
