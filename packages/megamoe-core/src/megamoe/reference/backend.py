@@ -16,9 +16,8 @@ from megamoe.reference.session import ReferenceSession, open_session
 from megamoe.schedule.device_spec import CPU, DeviceSpec
 from megamoe.schedule.protocol import ProtocolShape
 from megamoe.schedule.waves import default_ring
-from megamoe.schedule.workspace import ACTIVATION_ROWS, plan_workspace
+from megamoe.schedule.workspace import ACTIVATION_ROWS, FP8_TRANSPORT_BLOCK, plan_workspace
 
-TRANSPORT_BLOCK = 32  # columns of a scale of fp8_blockwise_1x32
 MAX_PICKS = 2**31 - 1  # token * top_k + slot is an int32
 
 
@@ -47,10 +46,10 @@ class ReferenceBackend(Backend):
                 return Verdict.no(
                     Reason.SHAPE, f"mode {problem.quant} takes multiples of {granule} columns; {field} is {size}"
                 )
-        if problem.transport is Transport.FP8_BLOCKWISE_1X32 and problem.hidden_size % TRANSPORT_BLOCK:
+        if problem.transport is Transport.FP8_BLOCKWISE_1X32 and problem.hidden_size % FP8_TRANSPORT_BLOCK:
             return Verdict.no(
                 Reason.SHAPE,
-                f"transport {problem.transport} has a scale per {TRANSPORT_BLOCK} columns: hidden_size "
+                f"transport {problem.transport} has a scale per {FP8_TRANSPORT_BLOCK} columns: hidden_size "
                 f"{problem.hidden_size} is not a multiple of it",
             )
         if problem.num_max_tokens_per_rank * problem.top_k > MAX_PICKS:
