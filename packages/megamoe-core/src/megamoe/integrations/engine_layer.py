@@ -135,7 +135,7 @@ class EngineLayer:
     ) -> Tensor:
         """COLLECTIVE, stream-ordered. `[T, H]` BF16, ids and weights `[T, K]` -> `[T, H]` BF16; see `Session.forward`.
 
-        Under torch.compile it is one operator. Else that is passed by: it costs the host some 40 us.
+        Under torch.compile it is one operator. Else that is passed by: it costs the host some 33 us.
         """
         topk_weights = topk_weights.float()
         if torch.compiler.is_compiling():
