@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.call_checks import ARGUMENTS, by_rank, check_call, require_ids
+from megamoe.call_checks import ARGUMENTS, by_rank, check_call, require_ids, valid_rows
 from megamoe.errors import CapacityError, InputError
 from megamoe.formats import FP8_1X128, MXFP8
 from megamoe.problem import MoEProblem
@@ -152,3 +152,34 @@ def test_ids_of_no_expert_are_named(dtype: torch.dtype) -> None:
     require_ids(ids[:1], 4)
     with pytest.raises(InputError, match=r"topk_ids\[1, 1\] is no expert's id; got 4, and 1 more"):
         require_ids(ids, 4)
+
+
+CPU = torch.device("cpu")
+
+
+def test_rows_that_are_no_padding_are_counted_on_the_host_or_on_the_device() -> None:
+    assert [valid_rows(count, 5, CPU) for count in (0, 5)] == [0, 5]
+    scalar = torch.tensor(77, dtype=torch.int32)  # its value is the kernel's to look at
+    assert valid_rows(scalar, 5, CPU) is scalar
+    with pytest.raises(
+        InputError, match="no device-side count; got .* on cpu; expected one int32 on cuda:1"
+    ):
+        valid_rows(scalar, 5, torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (6, "out of range; got 6; expected 0 to 5"),
+        (-1, "out of range"),
+        (True, "no count; got True"),
+        ("5", "no count; got '5'"),
+        (2.0, "no count"),
+        (torch.tensor(3), "no device-side count; got .* torch.int64"),
+        (torch.zeros(2, dtype=torch.int32), r"no device-side count; got \(2,\)"),
+    ],
+    ids=str,
+)
+def test_what_counts_no_rows_is_refused(wrong: Any, says: str) -> None:
+    with pytest.raises(InputError, match=f"num_tokens is {says}"):
+        valid_rows(wrong, 5, CPU)

@@ -122,6 +122,36 @@ def require_ids(topk_ids: Tensor, num_experts: int) -> None:
         )
 
 
+def valid_rows(num_tokens: Any, num_rows: int, device: torch.device) -> int | Tensor:
+    """How many rows of a call are no padding, on a GPU: a number, or where the kernels find it. Does not synchronise.
+
+    Args:
+        num_tokens: argument of `forward`, not None.
+        num_rows: T.
+        device: where the session computes.
+
+    Returns:
+        an int from 0 to T, or the int32 scalar on `device`, whose value is not looked at.
+
+    Raises:
+        InputError: neither of the two.
+    """
+    if isinstance(num_tokens, int) and not isinstance(num_tokens, bool):
+        if not 0 <= num_tokens <= num_rows:
+            raise InputError("num_tokens is out of range", got=num_tokens, expected=f"0 to {num_rows}")
+        return num_tokens
+    if not isinstance(num_tokens, Tensor):
+        raise InputError("num_tokens is no count", got=repr(num_tokens), expected="an int, or one int32")
+    there = num_tokens.device.type == device.type and device.index in (None, num_tokens.device.index)
+    if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or not there:
+        raise InputError(
+            "num_tokens is no device-side count",
+            got=f"{tuple(num_tokens.shape)} {num_tokens.dtype} on {num_tokens.device}",
+            expected=f"one int32 on {device}, or an int",
+        )
+    return num_tokens
+
+
 def _split(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
     if isinstance(hidden_states, Tensor):
         return hidden_states, None

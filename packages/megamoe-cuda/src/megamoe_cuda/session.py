@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import HiddenStates, Plan, StageTaps
-from megamoe.call_checks import by_rank, check_call, require_ids
+from megamoe.call_checks import by_rank, check_call, require_ids, valid_rows
 from megamoe.device_session import DeviceSession
 from megamoe.errors import (
     CaptureError,
@@ -155,7 +155,11 @@ class CudaSession(DeviceSession):
         num_rows: int = payload.shape[0]
         host_tokens, device_tokens = num_rows, 0
         if num_tokens is not None:
-            host_tokens, device_tokens = self._num_tokens(num_tokens, num_rows)
+            count = valid_rows(num_tokens, num_rows, self._device)
+            if isinstance(count, int):
+                host_tokens = count
+            else:
+                device_tokens = count.data_ptr()
         if self._check_ids and not torch.cuda.is_current_stream_capturing():
             valid = max(0, int(num_tokens)) if device_tokens else host_tokens
             require_ids(topk_ids[:valid], self.plan.problem.num_experts)
@@ -233,22 +237,6 @@ class CudaSession(DeviceSession):
         )
         if topk_ids.device != self._device:
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
-
-    def _num_tokens(self, num_tokens: Any, num_rows: int) -> tuple[int, int]:
-        """The number on the host, and the address of the one on the device or 0."""
-        if isinstance(num_tokens, int) and not isinstance(num_tokens, bool):
-            if not 0 <= num_tokens <= num_rows:
-                raise InputError("num_tokens is out of range", got=num_tokens, expected=f"0 to {num_rows}")
-            return num_tokens, 0
-        if not isinstance(num_tokens, Tensor):
-            raise InputError("num_tokens is no count", got=repr(num_tokens), expected="an int, or one int32")
-        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or num_tokens.device != self._device:
-            raise InputError(
-                "num_tokens is no device-side count",
-                got=f"{tuple(num_tokens.shape)} {num_tokens.dtype} on {num_tokens.device}",
-                expected=f"one int32 on {self._device}, or an int",
-            )
-        return num_rows, num_tokens.data_ptr()
 
     # -- kernels ------------------------------------------------------------------------------------------------
 

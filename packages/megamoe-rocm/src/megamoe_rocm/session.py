@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import HiddenStates, Plan, StageTaps
-from megamoe.call_checks import by_rank, check_call, require_ids
+from megamoe.call_checks import by_rank, check_call, require_ids, valid_rows
 from megamoe.device_session import DeviceSession
 from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.formats import Quantized, activation_format
@@ -206,17 +206,8 @@ class RocmSession(DeviceSession):
         """`num_tokens` on the device."""
         if num_tokens is None:
             return self._no_limit
-        if isinstance(num_tokens, int):
-            if not 0 <= num_tokens <= num_rows:
-                raise InputError("num_tokens is out of range", got=num_tokens, expected=f"0 to {num_rows}")
-            return torch.full((1,), num_tokens, dtype=torch.int32, device=self._device)
-        if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or num_tokens.device.type != self._device.type:
-            raise InputError(
-                "num_tokens is no device-side count",
-                got=f"{tuple(num_tokens.shape)} {num_tokens.dtype} on {num_tokens.device}",
-                expected=f"one int32 on {self._device}, or an int",
-            )
-        return num_tokens
+        count = valid_rows(num_tokens, num_rows, self._device)
+        return torch.full((1,), count, dtype=torch.int32, device=self._device) if isinstance(count, int) else count
 
     # -- kernels ------------------------------------------------------------------------------------------------
 
