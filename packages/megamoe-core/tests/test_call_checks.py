@@ -161,9 +161,7 @@ def test_rows_that_are_no_padding_are_counted_on_the_host_or_on_the_device() -> 
     assert [valid_rows(count, 5, CPU) for count in (0, 5)] == [0, 5]
     scalar = torch.tensor(77, dtype=torch.int32)  # its value is the kernel's to look at
     assert valid_rows(scalar, 5, CPU) is scalar
-    with pytest.raises(
-        InputError, match="no device-side count; got .* on cpu; expected one int32 on cuda:1"
-    ):
+    with pytest.raises(InputError, match="no device-side count; got .* on cpu; expected one int32 on cuda:1"):
         valid_rows(scalar, 5, torch.device("cuda", 1))
 
 
