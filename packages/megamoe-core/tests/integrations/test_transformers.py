@@ -355,6 +355,26 @@ def test_a_batch_above_the_capacity_is_split(num_tokens: int, adapters: Any) -> 
     assert torch.equal(*outputs)
 
 
+def test_the_session_gets_the_models_own_tensors(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied or converted on the way there and back: a forward is the session's one call."""
+    (experts, *_) = experts_modules(tiny_models.model("mixtral", experts_implementation="megamoe"))
+    call = tokens(9)
+    with torch.no_grad():
+        experts(*call)
+        session, given = adapter.layer(experts, TOP_K).session, []  # type: ignore[union-attr]
+        forward = session.forward
+
+        def record(*arguments: Any, **options: Any) -> Tensor:
+            given.append((arguments[:3], forward(*arguments, **options)))
+            return given[-1][1]
+
+        monkeypatch.setattr(session, "forward", record)
+        y = experts(*call)
+    ((arguments, result),) = given
+    assert all(mine is theirs for mine, theirs in zip(arguments, call, strict=True))
+    assert y is result
+
+
 def test_masked_ids_contribute_nothing(adapter: Adapter) -> None:
     """`num_experts` is what transformers' own expert-parallel implementations put for experts of other ranks."""
     (experts, *_) = experts_modules(tiny_models.model("mixtral", experts_implementation="megamoe"))
