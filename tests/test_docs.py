@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megamoe import errors
+from megamoe import env, errors
 from megamoe.errors import MegaMoEError
 from megamoe.testing.cases import cases
 
@@ -43,6 +43,15 @@ def test_every_fault_has_a_test() -> None:
     faults = [row for row in rows if not row.startswith(("|---", "| what happens"))]
     assert len(faults) > 40
     assert [row for row in faults if not re.search(r"`test_\w+(::test_\w+|\[[\w.-]+\])`", row.split("|")[3])] == []
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    """With the meaning and the default that `megamoe.env` gives it, and no other."""
+    assert env.__doc__ is not None
+    page = (DOCS / "command-line.md").read_text(encoding="utf-8").partition("## Environment variables")[2]
+    rows = [line for line in env.__doc__.splitlines() if line.startswith("|")]
+    assert len(rows) > 8
+    assert [line for line in page.splitlines() if line.startswith("|")] == rows
 
 
 def error_classes() -> dict[str, ast.ClassDef]:

@@ -6,7 +6,7 @@
 | `MEGAMOE_TIMEOUT_S` | seconds that a wait for a peer may take | 300 |
 | `MEGAMOE_DEBUG` | `1`: ids are checked on the host, an id outside [-1, num_experts) raises | `0` |
 | `MEGAMOE_CACHE_DIR` | where compiled kernels are kept | `~/.cache/megamoe` |
-| `MEGAMOE_RANKS_PER_GPU` | for rehearsals: ranks that may share a GPU, each a process | 1: that is an error |
+| `MEGAMOE_RANKS_PER_GPU` | for rehearsals: ranks that may share a GPU, each a process | 1: sharing one is an error |
 | `MEGAMOE_ROCM_DEVICE` | where megamoe-rocm runs: `gfx950`, or to rehearse `nvidia`, `interpreter`, `isa` | `gfx950` |
 | `MEGAMOE_SGLANG_UNSUPPORTED` | `error` or `engine`: what SGLang does with a model that MegaMoE can't run | `error` |
 | `MEGAMOE_SGLANG_TRANSPORT` | how rows travel home under SGLang | `bf16` |
