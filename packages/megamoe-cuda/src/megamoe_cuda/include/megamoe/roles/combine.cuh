@@ -16,27 +16,32 @@ constexpr uint32_t kCombineColumns = kWarpSize * kLaneColumns;                  
 //
 //   Arrives   all CTAs at Join::kFinished, one thread after a barrier of the math threads; CTA 0 waits and signals.
 //   Signal    rank_finished[this rank] at the home rank := epoch, st.release.sys. One writer per word.
+//   No peers  no flag: every CTA waits for the join itself
 //   Also      CTA 0 raises the epoch for the next call: by then every CTA of the rank has read it.
 __device__ __forceinline__ bool finish(const Cta& cta, uint32_t warp, uint32_t result_address) {
     ptx::named_barrier_sync(kMathBarrier, kMathThreads);
     if (warp == 0) {
         bool done = !cta.watchdog().aborted();  // a CTA that skipped stores must not say that it is done
         if (done && lane_id() == 0) {
-            ptx::fence_acq_rel_sys();  // this CTA's rows went to peers
+            if constexpr (!kHasNoPeers) ptx::fence_acq_rel_sys();  // this CTA's rows went to peers
             arrive(cta, Join::kFinished);
         }
-        if (done && cta.index == 0) {
+        if (done && (kHasNoPeers || cta.index == 0)) {
             done = await_join(cta, Join::kFinished, Phase::kFinish);
-            for (uint32_t i = lane_id(); done && i < cfg::kNumRanks; i += kWarpSize) {
-                const uint32_t home = (cta.rank + i) % cfg::kNumRanks;
-                ptx::st_release_sys(cta.peer(home).rank_finished(cta.rank), cta.epoch);
+            if constexpr (!kHasNoPeers) {
+                for (uint32_t i = lane_id(); done && i < cfg::kNumRanks; i += kWarpSize) {
+                    const uint32_t home = (cta.rank + i) % cfg::kNumRanks;
+                    ptx::st_release_sys(cta.peer(home).rank_finished(cta.rank), cta.epoch);
+                }
             }
-            if (done && lane_id() == 0) *cta.workspace.epoch() = cta.epoch;
+            if (done && cta.index == 0 && lane_id() == 0) *cta.workspace.epoch() = cta.epoch;
         }
-        for (uint32_t owner = lane_id(); done && owner < cfg::kNumRanks; owner += kWarpSize) {
-            const uint32_t* flag = cta.workspace.rank_finished(owner);
-            done = wait_until(cta.watchdog(), Phase::kCombine, owner, owner, cta.epoch,
-                              [=] { return ptx::ld_acquire_sys(flag); });
+        if constexpr (!kHasNoPeers) {
+            for (uint32_t owner = lane_id(); done && owner < cfg::kNumRanks; owner += kWarpSize) {
+                const uint32_t* flag = cta.workspace.rank_finished(owner);
+                done = wait_until(cta.watchdog(), Phase::kCombine, owner, owner, cta.epoch,
+                                  [=] { return ptx::ld_acquire_sys(flag); });
+            }
         }
         done = __all_sync(kFullMask, done);
         if (lane_id() == 0) {
@@ -50,13 +55,11 @@ __device__ __forceinline__ bool finish(const Cta& cta, uint32_t warp, uint32_t r
     return result != 0;
 }
 
-// Bit k: slot k of the token has an expert.
-__device__ __forceinline__ uint32_t valid_slots(const Cta& cta, uint32_t token) {
-    bool valid = false, is_dropped;
-    if (lane_id() < cfg::kTopK) {
-        valid = expert_of_pick(cta, token * cfg::kTopK + lane_id(), is_dropped) != kNoExpert;
-    }
-    return __ballot_sync(kFullMask, valid);
+// Whether slot `lane` of the token has an expert.
+__device__ __forceinline__ bool lane_slot_is_valid(const Cta& cta, uint32_t token) {
+    bool is_dropped;
+    return lane_id() < cfg::kTopK && token < cta.num_tokens &&
+           expert_of_pick(cta, token * cfg::kTopK + lane_id(), is_dropped) != kNoExpert;
 }
 
 // A lane's columns of a transported row, as loaded.
@@ -97,19 +100,20 @@ __device__ __forceinline__ uint4* out_columns(const Cta& cta, uint32_t token, ui
     return reinterpret_cast<uint4*>(out + static_cast<uint64_t>(token) * cfg::kHiddenSize + column);
 }
 
+constexpr uint32_t kItemsPerToken = ceil_div(cfg::kHiddenSize, kCombineColumns);
+
 // One warp's share: kCombineColumns columns of a token. Loading and summing are apart, so that the loads of
 // several items are in flight at once.
 struct CombineItem {
-    uint32_t token, column, slots;
+    uint32_t token, column, slots;  // bit k: slot k of the token has an expert
     TransportedColumns rows[cfg::kTopK];
 
     // `item` past the end loads nothing.
-    __device__ __forceinline__ void load(const Cta& cta, uint32_t item) {
-        constexpr uint32_t kItemsPerToken = ceil_div(cfg::kHiddenSize, kCombineColumns);
+    __device__ __forceinline__ void load(const Cta& cta, uint32_t item, uint32_t valid_slots) {
         token = item / kItemsPerToken;
         column = item % kItemsPerToken * kCombineColumns + lane_id() * kLaneColumns;
         if (token >= cta.num_tokens) column = cfg::kHiddenSize;
-        slots = token < cta.num_tokens ? valid_slots(cta, token) : 0;
+        slots = valid_slots;
         if (column >= cfg::kHiddenSize) return;
 #pragma unroll
         for (uint32_t k = 0; k < cfg::kTopK; ++k) {
@@ -144,16 +148,37 @@ __device__ __forceinline__ void leave(const Cta& cta, uint32_t math_thread) {
     }
 }
 
-__device__ __forceinline__ void combine_role(const Cta& cta, uint32_t warp) {
-    constexpr uint32_t kItemsInFlight = cfg::kTopK > 8 ? 1 : 2;
-    constexpr uint32_t kStride = cfg::kMathWarps * cfg::kCtasPerRank;
-    const uint32_t num_items = cta.num_tokens * ceil_div(cfg::kHiddenSize, kCombineColumns);
-    for (uint32_t first = warp * cfg::kCtasPerRank + cta.index; first < num_items; first += kItemsInFlight * kStride) {
-        CombineItem items[kItemsInFlight];
+// The items that a warp combines next. Their tokens' ids are asked for ahead, while rows of earlier items are under way, and
+// the first ones' before every rank is known to be done: they have left the caches since they were routed.
+struct NextItems {
+    static constexpr uint32_t kCount = cfg::kTopK > 8 ? 1 : 2;
+    static constexpr uint32_t kStride = cfg::kMathWarps * cfg::kCtasPerRank;
+    uint32_t first;
+    bool lane_slot[kCount];  // whether slot `lane` of the item's token has an expert
+
+    __device__ __forceinline__ NextItems(const Cta& cta, uint32_t warp) : first(warp * cfg::kCtasPerRank + cta.index) {
+        ask(cta);
+    }
+    __device__ __forceinline__ uint32_t item(uint32_t i) const { return first + i * kStride; }
+    __device__ __forceinline__ void ask(const Cta& cta) {
 #pragma unroll
-        for (uint32_t i = 0; i < kItemsInFlight; ++i) items[i].load(cta, first + i * kStride);
+        for (uint32_t i = 0; i < kCount; ++i) lane_slot[i] = lane_slot_is_valid(cta, item(i) / kItemsPerToken);
+    }
+};
+
+__device__ __forceinline__ void combine_role(const Cta& cta, NextItems& next) {
+    const uint32_t num_items = cta.num_tokens * kItemsPerToken;
+#pragma unroll 1
+    while (next.first < num_items) {
+        CombineItem items[NextItems::kCount];
 #pragma unroll
-        for (uint32_t i = 0; i < kItemsInFlight; ++i) items[i].store(cta);
+        for (uint32_t i = 0; i < NextItems::kCount; ++i) {
+            items[i].load(cta, next.item(i), __ballot_sync(kFullMask, next.lane_slot[i]));
+        }
+        next.first += NextItems::kCount * NextItems::kStride;
+        next.ask(cta);
+#pragma unroll
+        for (uint32_t i = 0; i < NextItems::kCount; ++i) items[i].store(cta);
     }
 }
 

@@ -12,6 +12,7 @@
 
 #include "megamoe/pipeline/ring.cuh"
 #include "megamoe/ptx/tma.cuh"
+#include "megamoe/roles/stage.cuh"
 #include "megamoe/schedule/units.cuh"
 
 namespace megamoe {
@@ -89,12 +90,16 @@ struct Puller {
 
     __device__ __forceinline__ void fetch(const PoolRow& row, uint32_t turn) const {
         if (lane_id() != 0) return;
-        const Workspace source = cta().peer(row.src_rank);
+        const Cta cta = this->cta();
+        const Workspace source = cta.peer(row.src_rank);
         const uint32_t token = row.entry.token_slot / cfg::kTopK;
+        const bool in_place = pulls_from_caller(cta);
         ptx::mbarrier_arrive_expect_tx(barrier(turn), cfg::kInputRowBytes + kScaleRowBytes);
-        ptx::bulk_load(buffer(turn), source.input_payload(token), cfg::kInputRowBytes, barrier(turn));
+        ptx::bulk_load(buffer(turn), in_place ? caller_payload(cta, token) : source.input_payload(token), cfg::kInputRowBytes,
+                       barrier(turn));
         if constexpr (cfg::kHasRowScales) {
-            ptx::bulk_load(scales(turn), source.input_scales(token), kScaleRowBytes, barrier(turn));
+            ptx::bulk_load(scales(turn), in_place ? caller_scales(cta, token) : source.input_scales(token), kScaleRowBytes,
+                           barrier(turn));
         }
     }
 

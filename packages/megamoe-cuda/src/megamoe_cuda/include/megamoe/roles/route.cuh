@@ -169,13 +169,14 @@ __device__ __forceinline__ bool route_picks(const Cta& cta, RouteScratch& scratc
 //
 //   Arrives   all CTAs that did their part (`routed`) at Join::kRouted; CTA 0 waits and signals, one lane per owner.
 //   Signal    counts_published[this rank] at the owner := epoch, st.release.sys. One writer per word.
+//   No peers  no flag: await_counts() waits for the join
 __device__ __forceinline__ void publish_counts(const Cta& cta, bool routed) {
     __syncthreads();
     if (routed && threadIdx.x == 0) {
-        ptx::fence_acq_rel_sys();  // the pushes of this CTA went to peers
+        if constexpr (!kHasNoPeers) ptx::fence_acq_rel_sys();  // the pushes of this CTA went to peers
         arrive(cta, Join::kRouted);
     }
-    if (cta.index != 0 || threadIdx.x >= kWarpSize) return;
+    if (kHasNoPeers || cta.index != 0 || threadIdx.x >= kWarpSize) return;
     const bool joined = await_join(cta, Join::kRouted, Phase::kRoute);
     for (uint32_t i = lane_id(); joined && i < cfg::kNumRanks; i += kWarpSize) {
         const uint32_t owner = (cta.rank + i) % cfg::kNumRanks;
@@ -186,10 +187,14 @@ __device__ __forceinline__ void publish_counts(const Cta& cta, bool routed) {
 // Waits until every source has published, one thread per source. The result is the same in all threads.
 __device__ __forceinline__ bool await_counts(const Cta& cta) {
     bool published = true;
-    for (uint32_t src = threadIdx.x; src < cfg::kNumRanks; src += blockDim.x) {
-        const uint32_t* flag = cta.workspace.counts_published(src);
-        published &= wait_until(cta.watchdog(), Phase::kDispatch, src, src, cta.epoch,
-                                [=] { return ptx::ld_acquire_sys(flag); });
+    if constexpr (kHasNoPeers) {
+        if (threadIdx.x == 0) published = await_join(cta, Join::kRouted, Phase::kRoute);
+    } else {
+        for (uint32_t src = threadIdx.x; src < cfg::kNumRanks; src += blockDim.x) {
+            const uint32_t* flag = cta.workspace.counts_published(src);
+            published &= wait_until(cta.watchdog(), Phase::kDispatch, src, src, cta.epoch,
+                                    [=] { return ptx::ld_acquire_sys(flag); });
+        }
     }
     return __syncthreads_and(published);
 }

@@ -1,11 +1,11 @@
 // Stage: this rank's tokens become e4m3 payload and FP32 scales in its symmetric workspace, where owners pull them. In
-// mode bf16 they are copied as they are.
+// mode bf16 they are copied as they are. A rank without peers pulls what needs no quantisation from the caller's tensors.
 //
 // All threads of all CTAs; published by the join that ends `route`. Also zeroes the counters that the next call uses.
 #pragma once
 
 #include "megamoe/numerics/fp8_block.cuh"
-#include "megamoe/symm/cta.cuh"
+#include "megamoe/symm/grid_join.cuh"
 
 namespace megamoe {
 
@@ -79,7 +79,23 @@ __device__ __forceinline__ void copy_quantized_input(const Cta& cta) {
     }
 }
 
+// Whether rows are pulled from the caller's tensors, in multiples of 16 bytes, as bulk copies want them.
+__device__ __forceinline__ bool pulls_from_caller(const Cta& cta) {
+    if constexpr (!kHasNoPeers) return false;
+    if constexpr (!cfg::kHasRowScales) return true;
+    const float* scales = cta.own().hidden_scales;
+    return cfg::kInputScaleStride == cfg::kGemm1KBlocks && scales != nullptr && reinterpret_cast<uint64_t>(scales) % 16 == 0;
+}
+
+__device__ __forceinline__ const uint8_t* caller_payload(const Cta& cta, uint32_t token) {
+    return static_cast<const uint8_t*>(cta.own().hidden_states) + static_cast<uint64_t>(token) * cfg::kInputRowBytes;
+}
+__device__ __forceinline__ const float* caller_scales(const Cta& cta, uint32_t token) {
+    return cta.own().hidden_scales + static_cast<uint64_t>(token) * cfg::kGemm1KBlocks;
+}
+
 __device__ __forceinline__ void stage_input(const Cta& cta) {
+    if (pulls_from_caller(cta)) return;
     if constexpr (!cfg::kHasRowScales) {
         copy_payload(cta);
     } else {
