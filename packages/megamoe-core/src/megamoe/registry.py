@@ -146,7 +146,7 @@ def _choose_automatically(known: tuple[Candidate, ...]) -> SelectionReport:
     """The single usable GPU backend; without any GPU, the reference. A GPU is never left idle in silence."""
     usable = [candidate.name for candidate in known if candidate.verdict.ok and candidate.name != REFERENCE]
     if len(usable) == 1:
-        return SelectionReport(candidates=known, chosen=usable[0], why="the only usable GPU backend")
+        return SelectionReport(candidates=known, chosen=usable[0], why="the only usable backend but the reference")
     if len(usable) > 1:
         why = f"several are usable ({', '.join(usable)}): name one or set MEGAMOE_BACKEND"
         return SelectionReport(candidates=known, chosen=None, why=why)

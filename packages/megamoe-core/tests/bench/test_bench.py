@@ -228,7 +228,7 @@ def test_the_reference_is_measured_beside_the_loop() -> None:
     )
     (row,) = _measure_all("test", problem, SuiteOptions(repeats=2), tokens=(3,))
     assert 0 < row.us_min <= row.us_median <= row.us_max
-    assert list(row.peers) == ["torch loop over experts, FP32 products", "in BF16"]
+    assert list(row.peers) == ["torch loop over experts, FP32 products", "torch loop over experts, BF16 products"]
     assert min(row.peers.values()) > 0
     assert row.tflops == pytest.approx(3 * 2 * 6 * 128 * 128 / row.us_median / 1e6)
     assert (row.bench, row.ep_size, row.capacity, row.num_gpus) == ("test", 2, 3, 0)

@@ -31,7 +31,10 @@ from megamoe.testing.routings import Picks
 
 TIME_LIMIT_S = 1800.0
 ROUTING = "uniform"
-LOOPS = {"torch loop over experts, FP32 products": torch.float32, "in BF16": torch.bfloat16}
+LOOPS = {
+    "torch loop over experts, FP32 products": torch.float32,
+    "torch loop over experts, BF16 products": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
