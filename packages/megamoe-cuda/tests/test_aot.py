@@ -79,6 +79,12 @@ def test_what_the_kernel_can_t_be_is_refused_before_anything_is_compiled(option:
     assert says in result.stderr
 
 
+def test_options_of_a_layer_without_its_size_do_not_compile_the_standard_list() -> None:
+    result = CliRunner().invoke(app, ["compile", "--mode=bf16", "--top-k=8"])
+    assert result.exit_code == 2
+    assert "got --mode, --top-k; add its --hidden" in result.stderr
+
+
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / "cache"))

@@ -12,6 +12,7 @@ from megamoe import env
 from megamoe.bench.routing import ROUTING_NAMES
 from megamoe.bench.routing import routing as named_routing
 from megamoe.cli.console import check_writable, command, make_folder
+from megamoe.errors import ConfigError
 from megamoe.problem import ActFormat, MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200
 from megamoe_cuda.aot import Build, builds, complaints, standard_builds
@@ -28,6 +29,7 @@ app.add_typer(cache_app, name="cache")
 @app.command("compile")
 @command
 def compile_command(
+    context: typer.Context,
     hidden: Annotated[int | None, typer.Option(help="H, elements of a token; without it, a standard list.")] = None,
     intermediate: Annotated[int, typer.Option(help="I, elements after the activation.")] = 2048,
     experts: Annotated[int, typer.Option(help="Experts of the layer.")] = 256,
@@ -45,6 +47,7 @@ def compile_command(
 ) -> None:
     """Compile kernels into the cache and report what they take; exit 1 where one is over its budget."""
     if hidden is None:
+        _require_no_options(context)
         wanted: Iterable[Build] = standard_builds()
     else:
         problem = MoEProblem(
@@ -101,6 +104,15 @@ def trace_command(
     call = TracedCall(problem=problem, num_tokens=tokens, routing=routing, config=config)
     write_trace(output, trace_call(call))
     typer.echo(f"{call.title}: written to {output}; see megamoe trace {output}")
+
+
+def _require_no_options(context: typer.Context) -> None:
+    """Raise where options of one layer would be passed over, and a hundred other kernels be compiled."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError("these options are of one layer", got=options, hint="add its --hidden, or leave them out")
 
 
 def _compile_and_report(build: Build) -> tuple[str, list[str]]:
