@@ -1,4 +1,4 @@
-"""Environment variables, read here and nowhere else.
+"""Environment variables, read here and nowhere else. A value that is none of its kind raises ConfigError.
 
 | variable | meaning | default |
 |---|---|---|
@@ -31,7 +31,7 @@ def backend() -> str | None:
 
 
 def timeout_s() -> float:
-    """Seconds in `MEGAMOE_TIMEOUT_S`, a positive number."""
+    """Seconds in `MEGAMOE_TIMEOUT_S`, a positive number; 300 where it is not set."""
     text = os.environ.get("MEGAMOE_TIMEOUT_S")
     if not text:
         return DEFAULT_TIMEOUT_S

@@ -151,6 +151,9 @@ class ExpertMap:
         Returns:
             `[P]` int64, zero for slots of other ranks: summed over the ranks it is the load per physical expert, the
             row that vLLM's balancer keeps for a layer.
+
+        Raises:
+            InputError: another number of counts.
         """
         num_local = self.num_physical_experts // self.ep_size
         if receive_counts.shape != (num_local,):
@@ -167,6 +170,9 @@ class ExpertMap:
 
         Returns:
             `[L]` int64. From one rank's counts it is that rank's part: an all-reduce over the group gives the total.
+
+        Raises:
+            InputError: counts of neither number.
         """
         if counts.shape != (self.num_physical_experts,):
             counts = self.physical_counts(counts)

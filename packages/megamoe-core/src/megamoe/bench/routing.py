@@ -40,7 +40,11 @@ def warm_rank(picks: Picks, rng: torch.Generator) -> Tensor:
 
 
 def ep8_equivalent(picks: Picks, rng: torch.Generator) -> Tensor:
-    """Each pick on the other of two ranks with probability 7/8, uniform and distinct within a rank."""
+    """Each pick on the other of two ranks with probability 7/8, uniform and distinct within a rank.
+
+    Raises:
+        ConfigError: another number of ranks, or fewer experts on a rank than picks of a token.
+    """
     if picks.ep_size != 2 or picks.top_k > picks.num_local_experts:
         raise ConfigError(
             "ep8-equivalent routing is for two ranks with at least top_k experts each",

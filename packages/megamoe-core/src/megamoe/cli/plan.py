@@ -94,7 +94,12 @@ def plan(
 
 
 def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None) -> tuple[list[Plan], dict[str, str]]:
-    """Plans of the backends that support `problem`, and what the others say."""
+    """Plans of the backends that support `problem`, and what the others say.
+
+    Raises:
+        BackendUnavailableError: a backend of that name is not installed, or does not import.
+        ConfigError: no backend has a configuration of that name for the problem.
+    """
     plans, refusals = [], {}
     for name in names or [candidate.name for candidate in candidates() if candidate.backend is not None]:
         candidate = load(name)

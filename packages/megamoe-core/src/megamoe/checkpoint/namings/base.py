@@ -67,7 +67,11 @@ class Naming(ABC):
         return re.compile(rf"(?P<prefix>(?:.*\.)?layers\.(?P<layer>{layer})\.{block})\.{self.marker}")
 
     def find(self, names: Iterable[str], layer: int) -> str | None:
-        """Prefix of the layer's MoE block, or None where this naming does not fit."""
+        """Prefix of the layer's MoE block, or None where this naming does not fit.
+
+        Raises:
+            CheckpointError: several blocks of that layer.
+        """
         pattern = self.pattern(str(layer))
         matches = {match["prefix"] for name in names if (match := pattern.fullmatch(name))}
         if len(matches) > 1:
