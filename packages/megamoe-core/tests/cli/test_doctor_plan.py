@@ -77,6 +77,15 @@ def test_plan_says_why_a_backend_can_not(megamoe: Call) -> None:
     assert "not_installed" in megamoe("plan", *SIZES, "--backend", "abacus", exit_code=2).stderr
 
 
+def test_a_configuration_is_one_backends_own(megamoe: Call) -> None:
+    """Where no backend was named, those without such a configuration say so, and the others plan."""
+    result = megamoe("plan", *SIZES, "--config", "tight")
+    assert "reference on CPU, configuration tight" in result.stdout
+    assert "no such configuration; got 'loose'" in megamoe("plan", *SIZES, "--config", "loose", exit_code=2).stdout
+    named = megamoe("plan", *SIZES, "--config", "loose", "--backend", "reference", exit_code=2)
+    assert "ConfigError: the reference has no such configuration" in named.stderr
+
+
 def test_version_and_help(megamoe: Call) -> None:
     assert megamoe("--version").stdout.strip() == __version__
     text = megamoe("--help").stdout

@@ -90,7 +90,7 @@ def plan(
         for name, why in refusals.items():
             say(f"[bold]{name}[/] can't run this: {escape(why)}")
     if not plans:
-        raise NoBackendError("no backend can run this problem", got=refusals)
+        raise NoBackendError("no backend can run this problem", hint="the output says why")
 
 
 def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None) -> tuple[list[Plan], dict[str, str]]:
@@ -98,7 +98,7 @@ def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None)
 
     Raises:
         BackendUnavailableError: a backend of that name is not installed, or does not import.
-        ConfigError: no backend has a configuration of that name for the problem.
+        ConfigError: a backend that was asked for by name has no configuration of that name for the problem.
     """
     plans, refusals = [], {}
     for name in names or [candidate.name for candidate in candidates() if candidate.backend is not None]:
@@ -107,10 +107,15 @@ def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None)
             verdict = candidate.verdict
             raise BackendUnavailableError(f"backend {name} can't be asked ({verdict.reason}): {verdict.detail}")
         verdict = candidate.backend.supports(problem)
-        if verdict.ok:
-            plans.append(candidate.backend.plan(problem, config=config))
-        else:
+        if not verdict.ok:
             refusals[name] = f"{verdict.reason}: {verdict.detail}"
+            continue
+        try:
+            plans.append(candidate.backend.plan(problem, config=config))
+        except ConfigError as error:
+            if names:
+                raise
+            refusals[name] = str(error)  # the name is another backend's configuration
     return plans, refusals
 
 
