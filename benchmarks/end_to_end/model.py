@@ -54,41 +54,52 @@ TINY = Size(
 
 
 def build(size: Size, *, num_moe_layers: int, rank: int, world_size: int, device: torch.device) -> Any:
-    """The model on `device`, with this rank's share of the experts."""
+    """The model on `device`, with this rank's share of the experts; memory is taken for what stays only."""
     config = transformers.DeepseekV3Config(
         **size.config, num_hidden_layers=1 + num_moe_layers, first_k_dense_replace=1, num_mtp_layers=0
     )
-    torch.manual_seed(SEED)
-    with torch.device(device):
+    with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="eager"
         ).eval()
-    plain = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
-    for module in plain.values():  # as wide as trained ones: an expert's output has the size of its input
-        for parameter in module.parameters():
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    for name, module in model.named_modules():
-        if name.endswith(".gate"):
-            nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     fp8 = transformers.FineGrainedFP8Config(weight_block_size=[128, 128])
     finegrained_fp8.replace_with_fp8_linear(model, linear, fp8)
-    for name, experts in plain.items():
-        _fill(model.get_submodule(name), experts, rank, world_size)
+    layers = experts_modules(model)
+    for experts in layers:
+        _keep_share(experts, world_size)
+    model.to_empty(device=device)
+    torch.manual_seed(SEED)
+    model.init_weights()
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
+    for layer, experts in enumerate(layers):
+        _fill(experts, layer, rank)
     return model.requires_grad_(False)
 
 
-def _fill(experts: Any, plain: Any, rank: int, world_size: int) -> None:
-    """Put this rank's share of `plain` into the FP8 module, and empty `plain`."""
-    experts.num_experts = plain.num_experts // world_size
+def _keep_share(experts: Any, world_size: int) -> None:
+    """Give the FP8 module, which is on no device yet, as many experts as a rank has."""
+    experts.num_experts //= world_size
     experts._is_expert_parallel = True
-    for name in ("gate_up_proj", "down_proj"):
-        share = plain._parameters.pop(name).detach().chunk(world_size)[rank]
-        parts = [FP8_128X128.quantize(expert) for expert in share]
-        payload = torch.stack([part.payload.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-        setattr(experts, name, nn.Parameter(payload, requires_grad=False))
-        scales = torch.stack([part.scales for part in parts])
-        setattr(experts, f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
+    for name, parameter in experts._parameters.items():
+        if parameter is not None:
+            experts._parameters[name] = nn.Parameter(parameter[: experts.num_experts], requires_grad=False)
+
+
+def _fill(experts: Any, layer: int, rank: int) -> None:
+    """Draw this rank's experts, the same whatever the number of ranks."""
+    for local in range(experts.num_experts):
+        expert = rank * experts.num_experts + local
+        rng = torch.Generator(experts.down_proj.device).manual_seed(1000 * (1 + layer) + expert)
+        for name in ("gate_up_proj", "down_proj"):
+            payload, scales = getattr(experts, name)[local], getattr(experts, f"{name}_scale_inv")[local]
+            # As wide as trained ones: an expert's output has the size of its input.
+            drawn = torch.empty(payload.shape, dtype=torch.bfloat16, device=payload.device)
+            quantized = FP8_128X128.quantize(drawn.normal_(std=payload.shape[-1] ** -0.5, generator=rng))
+            payload.view(torch.uint8).copy_(quantized.payload.view(torch.uint8))
+            scales.copy_(quantized.scales)
 
 
 def experts_modules(model: Any) -> list[Any]:
