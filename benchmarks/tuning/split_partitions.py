@@ -1,27 +1,29 @@
 """A/B: the layer split over two kernels on disjoint SM partitions, against the fused kernel.
 
-    python split_partitions.py --tokens 512,2048,8192 --gemm1-sms 88
+    python split_partitions.py --tokens 512,2048,8192 --gemm1-sms 80,88,96
 
 One kernel multiplies GEMM1's tiles, the other GEMM2's, at the same time on the other SMs. They meet through the flags
 that the fused kernel's CTAs meet through (a2_written, block_retired, the joins); both stage, route, pull and combine,
 which is more than a first kernel alone could. Both are compiled from the installed headers with the few lines of
 PATCHES replaced: together their CTAs are the fused kernel's. Partitions are green contexts, or, with --streams, what
 the driver makes of two ordinary streams: a CTA fills an SM either way. One GPU, EP1, the seed's shape, a8w8. Prints a
-JSON line per token count: median microseconds of fused and split, launched directly, and of fused from a graph.
+JSON line per token count: median microseconds of fused and of each split (by the SMs of GEMM1), launched directly, and
+of fused from a graph, all taking turns; which had the bits of fused; and what a split that did not run says.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,8 +32,10 @@ import torch.distributed as dist
 from cuda.bindings import driver
 
 from megamoe.bench.results import Timing
+from megamoe.errors import MegaMoEError
 from megamoe.launch import RankContext, run_ranks
 from megamoe.problem import MoEProblem
+from megamoe.tensors import PreparedWeights
 from megamoe_cuda.backend import CudaBackend
 from megamoe_cuda.bench.inputs import Inputs, make_experts, make_inputs
 from megamoe_cuda.bench.rank import NUM_ROUTINGS, barrier, captured
@@ -41,10 +45,12 @@ from megamoe_cuda.heuristics import session_config
 from megamoe_cuda.jit import codegen, compiler
 from megamoe_cuda.kernel_config import KernelConfig
 from megamoe_cuda.launcher import LoadedKernel
+from megamoe_cuda.weights import prepare
 
 NUM_SMS = 132
 Streams: TypeAlias = tuple[torch.cuda.Stream, ...]
 TIME_LIMIT_S = 300.0
+WAIT_S = "5"  # of a kernel for the other: neither compiles meanwhile
 
 CLAIM = "atomicAdd(cta.workspace.claimed_units(cta.epoch), "
 PATCHES = {
@@ -100,10 +106,11 @@ class Part:
             return compiler.compile_kernel(self.config)
 
 
-def parts(problem: MoEProblem, gemm1_sms: int) -> tuple[Part, Part]:
+def parts(num_tokens: int, gemm1_sms: int) -> tuple[Part, Part]:
     """Those of a full call."""
+    problem = problem_of(num_tokens)
     chosen = session_config(problem, None)
-    tile = chosen.tile_for(problem, problem.num_max_tokens_per_rank)
+    tile = chosen.tile_for(problem, num_tokens)
     config = chosen.kernel(problem, tile, num_virtual_ranks=1, ctas_per_rank=NUM_SMS)
     return (
         Part(config=config, is_gemm2=False, first=0, number=gemm1_sms),
@@ -120,10 +127,13 @@ def launch_config(num_ctas: int, num_threads: int, dynamic_smem_bytes: int) -> A
     return config
 
 
+Compiled: TypeAlias = tuple[Part, compiler.CompiledKernel]
+
+
 class SplitKernel:
     """Launches both kernels where a session launches one."""
 
-    def __init__(self, compiled: Sequence[tuple[Part, compiler.CompiledKernel]], streams: Streams) -> None:
+    def __init__(self, compiled: Sequence[Compiled], streams: Streams) -> None:
         self.config = compiled[0][0].config
         self._streams = streams
         self._parts = []
@@ -154,14 +164,14 @@ def green_streams(gemm1_sms: int) -> Streams:
     )
     sizes = (groups[0].sm.smCount, rest.sm.smCount)
     if sizes != (gemm1_sms, NUM_SMS - gemm1_sms):
-        raise SystemExit(f"the driver makes partitions of {sizes} SMs instead of {gemm1_sms} and the rest")
+        raise ValueError(f"the driver makes partitions of {sizes} SMs instead of {gemm1_sms} and the rest")
     streams = []
     for resource in (groups[0], rest):
         description = check(driver.cuDevResourceGenerateDesc([resource], 1))
         flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-        context = check(driver.cuGreenCtxCreate(description, device, flags))
+        context = check(driver.cuGreenCtxCreate(description, device, int(flags)))
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        streams.append(torch.cuda.ExternalStream(int(check(driver.cuGreenCtxStreamCreate(context, flags, 0)))))
+        streams.append(torch.cuda.ExternalStream(int(check(driver.cuGreenCtxStreamCreate(context, int(flags), 0)))))
     return tuple(streams)
 
 
@@ -185,58 +195,94 @@ def problem_of(num_tokens: int) -> MoEProblem:
     )
 
 
-Compiled: TypeAlias = dict[int, list[tuple[Part, compiler.CompiledKernel]]]
+Layer: TypeAlias = dict[int, tuple[Compiled, Compiled]]
+"""The two kernels of each split, by SMs of the first."""
 
 
-def measure(context: RankContext, arguments: argparse.Namespace, compiled: Compiled) -> list[dict[str, object]]:
+def compile_all(tokens: Sequence[int], splits: Sequence[int]) -> dict[int, Layer]:
+    """By token count."""
+    pairs = {(number, sms): parts(number, sms) for number in tokens for sms in splits}
+    with ProcessPoolExecutor() as pool:
+        codes = pool.map(Part.compile, (part for pair in pairs.values() for part in pair))
+        compiled = {key: ((pair[0], next(codes)), (pair[1], next(codes))) for key, pair in pairs.items()}
+    return {number: {sms: compiled[number, sms] for sms in splits} for number in tokens}
+
+
+def measure(context: RankContext, repeats: int, green: bool, layers: dict[int, Layer]) -> None:
+    """Reports a row per token count."""
+    faulthandler.enable()
     context.join_gpus(context.gpu)
-    streams = (torch.cuda.Stream(), torch.cuda.Stream()) if arguments.streams else green_streams(arguments.gemm1_sms)
-    weights, rows = None, []
-    for num_tokens in arguments.tokens:
-        problem = problem_of(num_tokens)
-        inputs = partial(make_inputs, problem, num_tokens=num_tokens, routing_name="uniform", rank=0)
-        rounds = [inputs(seed=seed) for seed in range(NUM_ROUTINGS)]
-        backend = CudaBackend()
-        plan = backend.plan(problem)
-        with backend.open(plan) as fused, backend.open(plan) as split:
-            weights = weights or fused.prepare(make_experts(problem, 0))
-            fused.warmup()
-            tile = plan.config.tile_for(problem, num_tokens)
-            split._kernels[tile.name] = SplitKernel(compiled[num_tokens], streams)
-            outs = [torch.empty_like(rounds[0].hidden_states) for _ in range(2)]
-            contenders = {
-                "fused": direct(fused, weights, rounds, outs[0]),
-                "split": direct(split, weights, rounds, outs[1]),
-            }
-            for contender in contenders.values():
-                contender.call()
-            fused.check()
-            split.check()
-            contenders["fused, from a graph"] = captured(fused, weights, rounds, quantized=True)
-            seconds = time_interleaved(contenders, repeats=arguments.repeats, barrier=barrier())
-            fused.check()
-            split.check()
-        us = {name: round(Timing.of([times]).us_median, 1) for name, times in seconds.items()}
-        same = bool(torch.equal(*outs))
-        rows.append({"num_tokens": num_tokens, "tile": tile.name, "us_median": us, "same_bits": same})
+    streams = {}
+    for sms in next(iter(layers.values())):
+        try:
+            streams[sms] = green_streams(sms) if green else (torch.cuda.Stream(), torch.cuda.Stream())
+        except (MegaMoEError, ValueError) as error:
+            context.report({"green": green, "gemm1_sms": sms, "failed": str(error)})
+    problem = problem_of(8)  # weights suit all
+    weights = prepare(make_experts(problem, 0), problem, context.gpu)
+    for num_tokens, layer in layers.items():
+        context.report({"green": green, **measure_layer(num_tokens, layer, streams, weights, repeats)})
     dist.destroy_process_group()
-    return rows
+
+
+def measure_layer(
+    num_tokens: int, layer: Layer, streams: dict[int, Streams], weights: PreparedWeights, repeats: int
+) -> dict[str, object]:
+    """A split that fails is left out: the others go on, if the GPU does."""
+    problem, backend = problem_of(num_tokens), CudaBackend()
+    plan = backend.plan(problem)
+    tile = plan.config.tile_for(problem, num_tokens).name
+    inputs = partial(make_inputs, problem, num_tokens=num_tokens, routing_name="uniform", rank=0)
+    rounds = [inputs(seed=seed) for seed in range(NUM_ROUTINGS)]
+    outs, contenders, failed = {}, {}, {}
+    with ExitStack() as stack:
+        sessions = {name: stack.enter_context(backend.open(plan)) for name in ("fused", *map(str, streams))}
+        sessions["fused"].warmup()
+        for sms in streams:
+            sessions[str(sms)]._kernels[tile] = SplitKernel(layer[sms], streams[sms])
+        for name, session in sessions.items():
+            out = torch.empty_like(rounds[0].hidden_states)
+            contender = direct(session, weights, rounds, out)
+            try:
+                contender.call()
+                torch.cuda.synchronize()
+                session.check()
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+            else:
+                outs[name], contenders[name] = out, contender
+        same = [name for name, out in outs.items() if torch.equal(out, outs["fused"])]
+        contenders["fused, from a graph"] = captured(sessions["fused"], weights, rounds, quantized=True)
+        seconds = time_interleaved(contenders, repeats=repeats, barrier=barrier())
+        for name in outs:
+            sessions[name].check()
+    us = {name: round(Timing.of([times]).us_median, 1) for name, times in seconds.items()}
+    return {"num_tokens": num_tokens, "tile": tile, "us_median": us, "same_bits": same, "failed": failed}
+
+
+def print_row(_: int, row: object) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def run(layers: dict[int, Layer], *, repeats: int, green: bool) -> None:
+    """Measure, and print each row when it is there."""
+    os.environ.setdefault("MEGAMOE_TIMEOUT_S", WAIT_S)
+    run_ranks(measure, 1, repeats, green, layers, timeout_s=TIME_LIMIT_S, on_report=print_row)
+
+
+def numbers(text: str) -> list[int]:
+    """Of an argument, separated by commas."""
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="8,128,512,2048,8192", type=lambda text: [int(t) for t in text.split(",")])
-    parser.add_argument("--gemm1-sms", type=int, default=88, help="GEMM1 has two thirds of the FLOPs")
+    parser.add_argument("--tokens", default="8,128,512,2048,8192", type=numbers)
+    parser.add_argument("--gemm1-sms", default="80,88,96", type=numbers, help="GEMM1 has two thirds of the FLOPs")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--streams", action="store_true", help="two ordinary streams instead of green contexts")
     arguments = parser.parse_args()
-    both = {num_tokens: parts(problem_of(num_tokens), arguments.gemm1_sms) for num_tokens in arguments.tokens}
-    with ProcessPoolExecutor() as pool:
-        codes = pool.map(Part.compile, chain.from_iterable(both.values()))
-        compiled = {num_tokens: [(part, next(codes)) for part in pair] for num_tokens, pair in both.items()}
-    (rows,) = run_ranks(measure, 1, arguments, compiled, timeout_s=TIME_LIMIT_S)
-    for row in rows:
-        print(json.dumps({"gemm1_sms": arguments.gemm1_sms, "green": not arguments.streams, **row}), flush=True)
+    run(compile_all(arguments.tokens, arguments.gemm1_sms), repeats=arguments.repeats, green=not arguments.streams)
 
 
 if __name__ == "__main__":
