@@ -213,7 +213,7 @@ def measure(context: RankContext, repeats: int, green: bool, layers: dict[int, L
     faulthandler.enable()
     context.join_gpus(context.gpu)
     streams = {}
-    for sms in next(iter(layers.values())):
+    for sms in sorted({sms for layer in layers.values() for sms in layer}):
         try:
             streams[sms] = green_streams(sms) if green else (torch.cuda.Stream(), torch.cuda.Stream())
         except (MegaMoEError, ValueError) as error:
@@ -236,9 +236,10 @@ def measure_layer(
     rounds = [inputs(seed=seed) for seed in range(NUM_ROUTINGS)]
     outs, contenders, failed = {}, {}, {}
     with ExitStack() as stack:
-        sessions = {name: stack.enter_context(backend.open(plan)) for name in ("fused", *map(str, streams))}
+        splits = [sms for sms in layer if sms in streams]
+        sessions = {name: stack.enter_context(backend.open(plan)) for name in ("fused", *map(str, splits))}
         sessions["fused"].warmup()
-        for sms in streams:
+        for sms in splits:
             sessions[str(sms)]._kernels[tile] = SplitKernel(layer[sms], streams[sms])
         for name, session in sessions.items():
             out = torch.empty_like(rounds[0].hidden_states)
