@@ -39,9 +39,30 @@ def test_the_tile_grows_with_the_call() -> None:
 
 def test_several_ranks_leave_small_tiles_earlier_for_skewed_routing() -> None:
     alone = replace(SEED, ep_size=1, num_experts=32)
-    for num_tokens, one_rank, several in ((8, "n32", "n32"), (64, "n32", "m64"), (192, "m64", "m128")):
+    picks = (
+        (8, "n32", "n32"),
+        (64, "n32", "m128n64"),
+        (112, "m64", "m64"),
+        (192, "m64", "m128"),
+        (8192, *["m128n64"] * 2),
+    )
+    for num_tokens, one_rank, several in picks:
         assert session_config(alone, None).tile_for(alone, num_tokens).name == one_rank
         assert session_config(SEED, None).tile_for(SEED, num_tokens).name == several
+
+
+def test_a_tile_for_few_rows_and_many_is_compiled_once() -> None:
+    few = session_config(replace(SEED, num_max_tokens_per_rank=64), None)
+    assert [tile.name for tile in few.tiles] == ["n32", "m128n64"]
+    assert [ring.block_m for ring in few.rings] == [32, 128]
+
+
+@pytest.mark.parametrize(
+    "change", [{"quant": "a8w4", "act_format": "fp8_1x128"}, {"hidden_size": 7168}, {"expert_bias": True}], ids=str
+)
+def test_ranks_use_tall_blocks_for_few_rows_where_that_was_measured(change: dict[str, Any]) -> None:
+    problem = replace(SEED, **change)
+    assert session_config(problem, None).tile_for(problem, 64).name == "m64"
 
 
 @pytest.mark.parametrize("name", TILES)

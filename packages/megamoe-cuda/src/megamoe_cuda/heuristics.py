@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TypeAlias
 
 from megamoe import backend
 from megamoe.errors import ConfigError
@@ -81,8 +82,11 @@ CONVERTING_TILES = {
     rows 128  m128n64 354  m128 355
     rows 512  m128 1049  m128n64 1057    m128 left no registers for the FP8 transport"""
 
-MOST_ROWS_PER_EXPERT = {N32.name: 20.0, M64.name: 57.0, M128.name: 200.0, M128N64.name: inf}
-"""Mean rows per expert up to which a tile is used by one rank. Seed's shape on an H200, mode a8w8, 2026-11-30, us
+Limits: TypeAlias = tuple[tuple[float, TileConfig], ...]
+"""Mean rows per expert up to which a tile is used, the least first; one that a mode does not have is left out."""
+
+ONE_RANK: Limits = ((20.0, N32), (57.0, M64), (200.0, M128), (inf, M128N64))
+"""Where a rank is alone. Seed's shape on an H200, mode a8w8, 2026-11-30, us
 (docs/performance-log.md; H = 7168 agrees):
 
     rows   2  n32 198  m128n64 200  m64 204  m128 215     with swapped operands no padding is read
@@ -98,14 +102,22 @@ MOST_ROWS_PER_EXPERT = {N32.name: 20.0, M64.name: 57.0, M128.name: 200.0, M128N6
     rows 256  m128n64 486  m128 501  m64 580              the last block of an expert holds few rows
     rows 512  m128n64 921  m128 930"""
 
-MOST_ROWS_AMONG_RANKS = MOST_ROWS_PER_EXPERT | {N32.name: 5.0, M64.name: 33.0}
-"""The same where there are several ranks. Their routing may be skewed, and no rank knows before a call what it will
-receive: a rank that receives 1.5 or, under Zipf's law at EP8, 4.9 times the mean may not pay much for a small tile
-(`megamoe bench --suite sm90-skew`). With the limits above it took up to 1.25 times as long as balanced routing with as
-many rows. Balanced calls pay for these: 2 to 3% from 5 to 20 rows an expert, 5 to 6% from 33 to 57."""
+AMONG_RANKS: Limits = ((5.0, N32), (33.0, M64), (200.0, M128), (inf, M128N64))
+"""Where there are several ranks. Their routing may be skewed, and no rank knows before a call what it will receive: a
+rank that receives 1.5 or, under Zipf's law at EP8, 4.9 times the mean may not pay much for a small tile (`megamoe bench
+--suite sm90-skew`). With the limits above it took up to 1.25 times as long as balanced routing with as many rows.
+Balanced calls pay for these: 2 to 3% from 5 to 20 rows an expert, 5 to 6% from 33 to 57."""
 
-MOST_ROWS_PER_EXPERT_BF16 = {M64.name: 50.0, M128.name: 90.0, M256.name: inf}
-"""The same in mode bf16, likewise:
+AMONG_RANKS_A8W8: Limits = ((5.0, N32), (27.0, M128N64), (33.0, M64), (200.0, M128), (inf, M128N64))
+"""The same in mode a8w8 where `m128n64` takes its blocks one by one. H200, seed's shape, 2026-11-30, us:
+
+    rows  8  m128n64 218  m64 222  n32 215    balanced; n32's blocks and m64's are too small where routing is skewed
+    rows 16  m128n64 221  m64 224  n32 220
+    rows 24  m128n64 228  m64 228             under Zipf's law the busiest rank takes 321 and 355, balanced routing 279
+    rows 32  m128n64 233  m64 228             here 363 and 421, and 381"""
+
+LIMITS_BF16: Limits = ((50.0, M64), (90.0, M128), (inf, M256))
+"""Those of mode bf16, likewise:
 
     rows   64  m128 454  m256 464  m64 537
     rows  128  m256 537  m128 625               both blocks of an expert read its weights at one time
@@ -188,9 +200,9 @@ class SessionConfig(backend.KernelConfig):
 
     def tile_for(self, problem: MoEProblem, num_tokens: int) -> TileConfig:
         """The tile of a call with `num_tokens` tokens on this rank, if its peers bring about as many."""
-        rows_per_expert = num_tokens * problem.top_k / problem.num_local_experts
-        most_rows = _most_rows_per_expert(problem)
-        fitting = (tile for tile in self.tiles if rows_per_expert <= most_rows[tile.name])
+        rows_per_expert = _rows_per_expert(problem, num_tokens)
+        own = {tile.name: tile for tile in self.tiles}
+        fitting = (own[tile.name] for most, tile in _limits(problem) if rows_per_expert <= most and tile.name in own)
         return next(fitting, self.tiles[-1])
 
     def tiling(self, problem: MoEProblem, num_tokens: int, num_ctas: int) -> Tiling:
@@ -237,10 +249,21 @@ def _column_tiles_pair(problem: MoEProblem) -> bool:
     return all(ceil_div(number, BLOCK_N) % M256.cluster_size == 0 for number in columns)
 
 
-def _most_rows_per_expert(problem: MoEProblem) -> dict[str, float]:
-    if QuantMode(problem.quant) is QuantMode.BF16:
-        return MOST_ROWS_PER_EXPERT_BF16
-    return MOST_ROWS_PER_EXPERT if problem.ep_size == 1 else MOST_ROWS_AMONG_RANKS
+def _limits(problem: MoEProblem) -> Limits:
+    quant = QuantMode(problem.quant)
+    if quant is QuantMode.BF16:
+        return LIMITS_BF16
+    if problem.ep_size == 1:
+        return ONE_RANK
+    return AMONG_RANKS if quant is QuantMode.A8W4 or _shares_weights_in_groups(problem) else AMONG_RANKS_A8W8
+
+
+def _rows_per_expert(problem: MoEProblem, num_tokens: int) -> float:
+    return num_tokens * problem.top_k / problem.num_local_experts
+
+
+def _shares_weights_in_groups(problem: MoEProblem) -> bool:
+    return 3 * problem.hidden_size * problem.intermediate_size > GROUPED_EXPERT_BYTES
 
 
 def with_one_group(tile: TileConfig) -> TileConfig:
@@ -284,13 +307,13 @@ def session_config(problem: MoEProblem, name: str | None, *, num_sms: int = H200
 
 
 def _tiles_up_to_capacity(problem: MoEProblem, num_sms: int) -> tuple[TileConfig, ...]:
-    """All tiles that some call can use: those for more rows than a full call has are left out."""
-    full = problem.num_max_tokens_per_rank * problem.top_k / problem.num_local_experts
+    """All tiles that some call can use, by height: those for more rows than a full call has are left out."""
     alone = num_sms >= H200.num_sms
-    tiles = tuple(tile for tile in tiles_of(problem).values() if alone or tile.cluster_size == 1)
-    most_rows = _most_rows_per_expert(problem)
-    fewer = sum(full > most_rows[tile.name] for tile in tiles)
-    return tiles[: fewer + 1]
+    available = {n: tile for n, tile in tiles_of(problem).items() if alone or tile.cluster_size == 1}
+    limits = [(most_rows, tile.name) for most_rows, tile in _limits(problem) if tile.name in available]
+    full = _rows_per_expert(problem, problem.num_max_tokens_per_rank)
+    used = {name for _, name in limits[: 1 + sum(full > most_rows for most_rows, _ in limits)]}
+    return tuple(tile for name, tile in available.items() if name in used)
 
 
 def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> TileConfig:
@@ -324,7 +347,7 @@ def _ring(problem: MoEProblem, tile: TileConfig) -> Ring:
         num_local_experts=problem.num_local_experts,
         block_m=tile.block_m,
     )
-    large_experts = 3 * problem.hidden_size * problem.intermediate_size > GROUPED_EXPERT_BYTES
+    large_experts = _shares_weights_in_groups(problem)
     group = GROUP_BLOCKS if large_experts and quant is QuantMode.A8W8 and tile.name == M128N64.name else 1
     lag = min(roomy.lag_blocks, MAX_LAG_BLOCKS, MAX_LAG_ROWS // tile.block_m) // group * group
     ring_blocks = min(roomy.ring_blocks, MAX_RING_ROWS // element_bytes(quant) // tile.block_m)
