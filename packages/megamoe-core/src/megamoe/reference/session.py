@@ -268,11 +268,11 @@ class ReferenceSession(Session):
         self.require_open()
         return self._result([executor.stats for executor in self._executors])
 
-    def keep_taps(self, keep: bool = True) -> None:
+    def keep_taps(self) -> None:
         """From the next call on, keep what stands between the stages (for tests: it takes memory)."""
         self.require_open()
         for executor in self._executors:
-            executor.keep_taps = keep
+            executor.keep_taps = True
 
     def taps(self) -> Any:
         """`StageTaps` of the last call, None for a rank that received no rows; a list with virtual ranks.
