@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamoe import registry
 from megamoe.backend import API_VERSION, Backend, Capability, Plan, Reason, Session, Verdict
-from megamoe.errors import BackendUnavailableError, NoBackendError, UnsupportedProblemError
+from megamoe.errors import BackendUnavailableError, ConfigError, NoBackendError, UnsupportedProblemError
 from megamoe.problem import MoEProblem
 from megamoe.registry import load, select_backend, selection_report
 from megamoe.schedule.device_spec import DeviceSpec
@@ -216,6 +216,19 @@ def test_without_a_gpu_the_reference_and_one_warning(install: Installer, caplog:
     assert select_backend("auto", PROBLEM).name == "reference"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "no GPU" in caplog.text
+
+
+def test_without_a_gpu_what_the_reference_does_not_run_is_an_error(install: Installer) -> None:
+    install(cuda=broken_import, reference=Reference)
+    with pytest.raises(NoBackendError, match=r"(?s)no GPU.*reference.*shape: hidden_size 2048 is above 1024"):
+        select_backend("auto", replace(PROBLEM, hidden_size=2048))
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_what_is_no_problem_is_no_backends_fault(install: Installer, name: str) -> None:
+    install(reference=Reference)
+    with pytest.raises(ConfigError, match="this is no problem to plan; got int"):
+        select_backend(name, 3)  # type: ignore[arg-type]
 
 
 def test_a_gpu_is_never_left_idle_in_silence(install: Installer) -> None:

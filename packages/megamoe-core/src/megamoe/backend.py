@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from megamoe.errors import ConfigError, SessionError, UnsupportedProblemError
+from megamoe.errors import SessionError, UnsupportedProblemError
 from megamoe.formats import Quantized
-from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport
+from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport, require_problem
 from megamoe.schedule.device_spec import DeviceSpec
 from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe.tensors import ExpertWeights, PreparedWeights, check_weights, make_weights
@@ -202,11 +202,7 @@ class Backend(ABC):
         Raises:
             ConfigError: it is no `MoEProblem`.
         """
-        if not isinstance(problem, MoEProblem):
-            raise ConfigError(
-                "this is no problem to plan", got=type(problem).__name__, expected="a megamoe.MoEProblem",
-                hint="MoEProblem(hidden_size=..., intermediate_size=..., num_experts=..., top_k=..., ...)",
-            )  # fmt: skip
+        require_problem(problem)
         verdict = missing_capability(problem, self.capabilities())
         return verdict if not verdict.ok else self.check_limits(problem)
 

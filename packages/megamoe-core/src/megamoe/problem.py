@@ -122,6 +122,17 @@ class MoEProblem:
         return ep_rank * self.num_local_experts
 
 
+def require_problem(problem: object) -> None:
+    """Raise ConfigError for what is no `MoEProblem`."""
+    if not isinstance(problem, MoEProblem):
+        raise ConfigError(
+            "this is no problem to plan",
+            got=type(problem).__name__,
+            expected="a megamoe.MoEProblem",
+            hint="MoEProblem(hidden_size=..., intermediate_size=..., num_experts=..., top_k=..., ...)",
+        )
+
+
 def member(name: str, enum: type[_E], value: object) -> _E:
     """The member of `enum` that `value` is or spells; `name` says in the error what was given.
 

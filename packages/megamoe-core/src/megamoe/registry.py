@@ -15,7 +15,7 @@ from typing import ParamSpec
 from megamoe import env
 from megamoe.backend import API_VERSION, Backend, Reason, Verdict
 from megamoe.errors import BackendError, BackendUnavailableError, NoBackendError, UnsupportedProblemError
-from megamoe.problem import MoEProblem
+from megamoe.problem import MoEProblem, require_problem
 
 ENTRY_POINT_GROUP = "megamoe.backends"
 REFERENCE = "reference"
@@ -121,7 +121,12 @@ def selection_report(name: str = "auto", problem: MoEProblem | None = None) -> S
     Args:
         name: "auto", or the name of a backend.
         problem: what it has to support, or None to ask for the machine only.
+
+    Raises:
+        ConfigError: `problem` is no `MoEProblem`.
     """
+    if problem is not None:
+        require_problem(problem)
     wanted, why = name, "asked for by name"
     if name == "auto":
         wanted, why = env.backend() or "auto", "asked for by MEGAMOE_BACKEND"
@@ -152,7 +157,8 @@ def _choose_automatically(known: tuple[Candidate, ...]) -> SelectionReport:
         return SelectionReport(candidates=known, chosen=None, why=why)
     device = gpu_name()
     if device is None:
-        return SelectionReport(candidates=known, chosen=REFERENCE, why="this machine has no GPU")
+        runs_it = any(candidate.verdict.ok for candidate in known if candidate.name == REFERENCE)
+        return SelectionReport(candidates=known, chosen=REFERENCE if runs_it else None, why="this machine has no GPU")
     detail = f"this machine has a GPU ({device}); the CPU reference is taken only when it is asked for by name"
     barred = tuple(
         _candidate(c.name, c.package, c.backend, Verdict.no(Reason.REFERENCE_NOT_AUTOMATIC, detail))
@@ -184,6 +190,7 @@ def select_backend(name: str = "auto", problem: MoEProblem | None = None) -> Bac
         BackendUnavailableError: a backend that was asked for can't run on this machine.
         UnsupportedProblemError: it runs here, but not this problem.
         NoBackendError: nothing usable was found automatically. Each message names every backend with its reason.
+        ConfigError: `problem` is no `MoEProblem`.
     """
     report = selection_report(name, problem)
     if report.chosen is None:
