@@ -45,8 +45,8 @@ def ranks_of(group: Any, plan: Plan, backend: str, config_type: type) -> Ranks |
     if not isinstance(group, Group | dist.ProcessGroup):
         raise ConfigError(
             "not a group of ranks",
-            got=type(group).__name__,
-            expected="ProcessGroup, megamoe.symm.Group or VirtualRanks",
+            got=repr(group) if isinstance(group, type) else type(group).__name__,
+            expected="a ProcessGroup, a megamoe.symm.Group or VirtualRanks()",
         )
     ranks: Ranks = group if isinstance(group, Group) else ProcessGroupRanks(group)
     if ranks.size != ep_size:

@@ -72,6 +72,8 @@ def test_a_plan_for_several_ranks_needs_them() -> None:
         BACKEND.open(plan, InprocGroup.create(3)[0])
     with pytest.raises(ConfigError, match="not a group of ranks; got str"):
         BACKEND.open(plan, "ranks")
+    with pytest.raises(ConfigError, match=r"got <class '.*VirtualRanks'>; expected .* or VirtualRanks\(\)"):
+        BACKEND.open(plan, VirtualRanks)
 
 
 def test_plans_have_to_be_equal() -> None:
