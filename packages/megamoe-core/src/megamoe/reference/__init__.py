@@ -1,6 +1,8 @@
 """The CPU reference: the real protocol between ranks, with the torch bodies of `megamoe.stages`.
 
-backend    ReferenceBackend: plans and opens sessions
+backend    ReferenceBackend: what it runs, and its plans
+plan       what it decides about a problem
+opening    sessions from plans: who has which memory
 session    ReferenceSession: one forward = the programs of megamoe.schedule, driven to their end
 executor   what one rank does for each op of a program
 driver     runs programs on threads, waits with a time-out, notices failed ranks

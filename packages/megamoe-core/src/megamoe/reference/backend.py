@@ -11,8 +11,9 @@ from megamoe.backend import Backend, Capability, Plan, Reason, Verdict
 from megamoe.formats import activation_format, weight_format
 from megamoe.opening import ranks_of, wait_s
 from megamoe.problem import ActFormat, MoEProblem, Transport
+from megamoe.reference.opening import open_session
 from megamoe.reference.plan import ReferenceConfig, ReferencePlan
-from megamoe.reference.session import ReferenceSession, open_session
+from megamoe.reference.session import ReferenceSession
 from megamoe.schedule.device_spec import CPU, DeviceSpec
 from megamoe.schedule.protocol import ProtocolShape
 from megamoe.schedule.waves import default_ring

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Sequence
@@ -13,30 +12,23 @@ import torch
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backend import HiddenStates, Plan, Session, StageTaps
+from megamoe.backend import HiddenStates, Session, StageTaps
 from megamoe.call_checks import by_rank, check_call, require_ids
 from megamoe.errors import (
-    ConfigError,
     InputError,
     MegaMoETimeoutError,
     RankFailedError,
     SessionError,
-    WorkspaceError,
 )
 from megamoe.formats import Quantized, activation_format
 from megamoe.reference.driver import Driver
 from megamoe.reference.executor import RankArguments, RankExecutor
-from megamoe.reference.memory import RankMemory
 from megamoe.reference.plan import ReferencePlan
 from megamoe.reference.weights import ExpertReader, MatrixCache, named_tensors
 from megamoe.schedule.protocol import Call, next_epoch
 from megamoe.stages.multiply import heights_agree
 from megamoe.symm import Group
-from megamoe.symm.agreement import Ranks
-from megamoe.symm.shm import connect_process_group
 from megamoe.tensors import ExpertWeights, PreparedWeights, require_prepared
-
-WORKSPACE_ALIGN = 16  # bytes; what torch needs to view them as words
 
 
 class ReferenceSession(Session):
@@ -65,7 +57,7 @@ class ReferenceSession(Session):
         owns_group: bool,
         timeout_s: float,
     ) -> None:
-        """Use `ReferenceBackend.open`."""
+        """Use `ReferenceBackend.open`, which calls `ready_flags` too."""
         super().__init__(plan, None if virtual else executors[0].rank)
         self._plan = plan
         self._executors = executors
@@ -245,10 +237,11 @@ class ReferenceSession(Session):
                 self._num_calls.to_bytes(8, "little"), timeout_s=self._timeout_s, phase="reset"
             )
             self._num_calls = max(int.from_bytes(count, "little") for count in counts)
-        self._ready_flags()
+        self.ready_flags()
         self._failure = None
 
-    def _ready_flags(self) -> None:
+    def ready_flags(self) -> None:
+        """COLLECTIVE. Ready the flags of every driven rank for the next call, and meet the others."""
         for executor in self._executors:
             executor.reset(next_epoch(self._plan.config.first_epoch, self._num_calls))
         if self._group is not None:
@@ -327,77 +320,3 @@ def _fill(arguments: Sequence[RankArguments], value: float, *, padding: bool = F
     """Fill every rank's output, or its padding rows only."""
     for rank in arguments:
         rank.out[rank.num_tokens if padding else 0 :] = value
-
-
-def open_session(
-    plan: Plan, group: Any, ranks: Ranks | None, *, timeout_s: float, workspace: Tensor | None
-) -> ReferenceSession:
-    """COLLECTIVE. See `ReferenceBackend.open`; `ranks` are those of `megamoe.opening.ranks_of`."""
-    assert isinstance(plan, ReferencePlan)
-    if ranks is None:
-        return _open_alone(plan, virtual=group is not None, timeout_s=timeout_s, workspace=workspace)
-    if workspace is not None:
-        raise ConfigError("with a group the reference allocates its shared memory itself", got="workspace=")
-    if isinstance(group, Group):
-        return _open_ranked(plan, group, owns_group=False, timeout_s=timeout_s)
-    return _open_ranked(plan, connect_process_group(group, timeout_s=timeout_s), owns_group=True, timeout_s=timeout_s)
-
-
-def _open_alone(plan: ReferencePlan, *, virtual: bool, timeout_s: float, workspace: Tensor | None) -> ReferenceSession:
-    """All ranks in this process."""
-    layout, size = plan.workspace, plan.problem.ep_size
-    if workspace is not None:
-        if virtual:
-            raise ConfigError("virtual ranks allocate their own memory", got="workspace=", expected="None")
-        layout.check_size(workspace.nbytes)
-        if workspace.device.type != "cpu" or not workspace.is_contiguous() or workspace.data_ptr() % WORKSPACE_ALIGN:
-            raise WorkspaceError(
-                "this workspace can't be used",
-                got=f"{workspace.device}, strides {workspace.stride()}, offset {workspace.storage_offset()}",
-                expected=f"CPU, contiguous, at a multiple of {WORKSPACE_ALIGN} bytes",
-            )
-        spaces = [workspace.detach().flatten().view(torch.uint8)[: layout.num_bytes].zero_()]
-    else:
-        spaces = [_allocate(layout.num_bytes) for _ in range(size)]
-    split = layout.symmetric_bytes
-    memories = tuple(RankMemory(layout, space[:split], space[split:]) for space in spaces)
-    executors = [RankExecutor(plan.problem, plan.shape, rank, memories) for rank in range(size)]
-    session = ReferenceSession(plan, executors, None, virtual=virtual, owns_group=False, timeout_s=timeout_s)
-    session._ready_flags()
-    return session
-
-
-def _open_ranked(plan: ReferencePlan, group: Group, *, owns_group: bool, timeout_s: float) -> ReferenceSession:
-    """One rank of a group."""
-    layout = plan.workspace
-    digest = hashlib.sha256(repr(plan).encode()).digest()
-    try:
-        local, failure = _allocate(layout.local_bytes), ""
-    except WorkspaceError as error:
-        local, failure = torch.empty(0, device="cpu"), str(error)
-    reports = group.all_gather(digest + failure.encode(), timeout_s=timeout_s, phase="open")
-    for rank, report in enumerate(reports):
-        if report[: len(digest)] != digest:
-            raise ConfigError(
-                f"rank {rank} opens another plan than rank {group.rank}", hint="compare str(plan) of the two"
-            )
-        if len(report) > len(digest):
-            raise WorkspaceError(f"rank {rank}: {report[len(digest) :].decode()}")
-    buffer = group.allocate(layout.symmetric_bytes, timeout_s=timeout_s)
-    memories = tuple(
-        RankMemory(layout, symmetric, local if rank == group.rank else None)
-        for rank, symmetric in enumerate(buffer.ranks)
-    )
-    executor = RankExecutor(plan.problem, plan.shape, group.rank, memories)
-    session = ReferenceSession(plan, [executor], group, virtual=False, owns_group=owns_group, timeout_s=timeout_s)
-    session._ready_flags()
-    return session
-
-
-def _allocate(num_bytes: int) -> Tensor:
-    try:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
-    except RuntimeError as error:  # torch's allocator
-        raise WorkspaceError(
-            f"can't allocate {num_bytes} bytes: {str(error).splitlines()[0]}", hint="plan a smaller capacity"
-        ) from None
