@@ -114,7 +114,7 @@ def test_compiled_kernels_travel_to_a_machine_without_the_compiler_run(
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert f"{len(files)} kernels added" in CliRunner().invoke(app, ["cache", "import", str(bundle)]).output
     listing = CliRunner().invoke(app, ["cache", "info"]).output
-    assert "hidden_size=512" in listing
+    assert "a8w8 m64 H512 I256 E8 top-2 capacity 64 EP2 on 132 SMs each bf16 swiglu" in listing
     assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [file.name for file in files]
 
 

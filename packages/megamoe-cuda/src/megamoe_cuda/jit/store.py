@@ -36,8 +36,22 @@ def as_entry(compiled: CompiledKernel) -> Entry:
     info = {name: getattr(compiled, name) for name in _NUMBERS}
     return Entry(
         code=compiled.cubin,
-        info=info | {"warnings": list(compiled.warnings), "kernel": KERNEL_NAME, "config": str(compiled.config)},
+        info=info | {"warnings": list(compiled.warnings), "kernel": KERNEL_NAME, "config": title(compiled.config)},
     )
+
+
+def title(config: KernelConfig) -> str:
+    """A kernel in a line, for lists. Its I is the problem's rounded up to 128."""
+    ranks = f"EP{config.num_ranks}{' virtual' if config.num_virtual_ranks > 1 else ''}"
+    extras = {"with biases": config.expert_bias, "with taps": config.tap_gemm1, "with trace": config.trace}
+    limit = "" if config.swiglu_limit is None else f" limit {config.swiglu_limit:g}"
+    parts = (
+        f"{config.quant} {config.tile.name} H{config.hidden_size} I{config.intermediate_size} E{config.num_experts}",
+        f"top-{config.top_k} capacity {config.num_max_tokens_per_rank} {ranks} on {config.ctas_per_rank} SMs each",
+        f"{config.transport} {config.activation}{limit}",
+        *(name for name, there in extras.items() if there),
+    )
+    return " ".join(parts)
 
 
 def key_of(config: KernelConfig) -> str:
