@@ -60,15 +60,8 @@ def plan(
             num_max_tokens=tokens,
         )
     else:
-        sizes = {"--hidden": hidden, "--intermediate": intermediate, "--experts": experts, "--top-k": top_k}
-        missing = [name for name, value in sizes.items() if value is None]
-        if missing or hidden is None or intermediate is None or experts is None or top_k is None:
-            raise ConfigError("sizes are missing", hint=f"give {', '.join(missing)}, or --checkpoint")
         problem = MoEProblem(
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_experts=experts,
-            top_k=top_k,
+            **_sizes(hidden, intermediate, experts, top_k),
             num_max_tokens_per_rank=tokens,
             ep_size=ep,
             quant=mode or "a8w8",
@@ -91,6 +84,15 @@ def plan(
             say(f"[bold]{name}[/] can't run this: {escape(why)}")
     if not plans:
         raise NoBackendError("no backend can run this problem", hint="the output says why")
+
+
+def _sizes(hidden: int | None, intermediate: int | None, experts: int | None, top_k: int | None) -> dict[str, Any]:
+    """What a checkpoint would say, as fields of `MoEProblem`."""
+    options = {"--hidden": hidden, "--intermediate": intermediate, "--experts": experts, "--top-k": top_k}
+    missing = [option for option, value in options.items() if value is None]
+    if missing:
+        raise ConfigError("sizes are missing", hint=f"give {', '.join(missing)}, or --checkpoint")
+    return {"hidden_size": hidden, "intermediate_size": intermediate, "num_experts": experts, "top_k": top_k}
 
 
 def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None) -> tuple[list[Plan], dict[str, str]]:
