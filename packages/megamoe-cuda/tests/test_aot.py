@@ -12,7 +12,7 @@ from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, Transport
 from megamoe_cuda.aot import builds, complaints, standard_builds
 from megamoe_cuda.cli import app
-from megamoe_cuda.heuristics import M256, TILES
+from megamoe_cuda.heuristics import AHEAD, M256, TILES
 from megamoe_cuda.jit.compiler import CompiledKernel
 from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES
 
@@ -33,7 +33,7 @@ GOOD = CompiledKernel(
 
 def test_ci_compiles_every_tile_with_every_transport_and_activation() -> None:
     seen = {(b.kernel.tile.name, b.problem.transport, b.problem.activation) for b in standard_builds()}
-    wanted = {(tile, transport, act) for tile in TILES for transport in Transport for act in Activation}
+    wanted = {(tile, transport, act) for tile in (*TILES, AHEAD.name) for transport in Transport for act in Activation}
     assert seen == wanted | {(M256.name, transport, Activation.SWIGLU) for transport in Transport}
     assert {b.kernel.num_virtual_ranks for b in standard_builds()} == {1, 8}
 

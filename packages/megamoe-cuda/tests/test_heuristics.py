@@ -154,7 +154,7 @@ def test_a_kernel_is_refused_a_tile_of_another_mode() -> None:
 def test_packed_weights_have_warps_that_convert_them(bias: bool) -> None:
     problem = replace(A8W4, expert_bias=bias)
     config = session_config(problem, None)
-    assert [tile.name for tile in config.tiles] == ["n32", "m64", "m128n64"]
+    assert [tile.name for tile in config.tiles] == ["n32", "m64", "m128n64", "ahead"]
     for tile in config.tiles:
         assert tile.num_threads == 384 + 32 * tile.converter_warps > 384
         assert tile.registers_at_entry * tile.num_threads <= 65536

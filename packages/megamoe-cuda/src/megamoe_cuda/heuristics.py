@@ -42,6 +42,15 @@ M128 = TileConfig(name="m128", block_m=128, num_stages=4, producer_registers=56,
 M128N64 = replace(M128, name="m128n64", swapped_rows=64)
 M256 = replace(M128, name="m256", block_m=256, cluster_size=2)
 TILES = {tile.name: tile for tile in (N32, M64, M128, M128N64)}
+AHEAD = replace(  # mode a8w4, weights converted ahead
+    M128N64,
+    name="ahead",
+    converts_ahead=True,
+    converter_warps=4,
+    producer_registers=40,
+    math_registers=216,
+    converter_registers=40,
+)
 CONVERTING_TILES = {
     tile.name: tile
     for tile in (
@@ -72,15 +81,10 @@ CONVERTING_TILES = {
             math_registers=216,
             converter_registers=40,
         ),
+        AHEAD,
     )
 }
-"""Those of mode a8w4. Seed's shape on an H200, 2026-11-30, us; with one group of converter warps in each:
-
-    rows   2  n32 154  m128n64 159
-    rows   8  n32 167  m64 195
-    rows  32  m64 198  m128 205
-    rows 128  m128n64 354  m128 355
-    rows 512  m128 1049  m128n64 1057    m128 left no registers for the FP8 transport"""
+"""Those of mode a8w4."""
 
 Limits: TypeAlias = tuple[tuple[float, TileConfig], ...]
 """Mean rows per expert up to which a tile is used, the least first; one that a mode does not have is left out."""
@@ -116,6 +120,17 @@ AMONG_RANKS_A8W8: Limits = ((5.0, N32), (27.0, M128N64), (33.0, M64), (200.0, M1
     rows 24  m128n64 228  m64 228             under Zipf's law the busiest rank takes 321 and 355, balanced routing 279
     rows 32  m128n64 233  m64 228             here 363 and 421, and 381"""
 
+ONE_RANK_A8W4: Limits = ((20.0, N32), (57.0, M64), (1024.0, M128N64), (inf, AHEAD))
+AMONG_RANKS_A8W4: Limits = ((5.0, N32), (33.0, M64), (1024.0, M128N64), (inf, AHEAD))
+"""The same in mode a8w4; its small tiles end where those of a8w8 do. H200, EP1, seed's shape, 2026-11-30, us:
+
+    rows    2  n32 139  m128n64 161
+    rows    8  n32 154
+    rows   32  m64 181
+    rows  128  m128n64 351  m64 416  ahead 1173    all experts are converted first
+    rows  512  m128n64 1042  ahead 1461
+    rows 2048  ahead 3571  m128n64 4638            an expert is converted once, not for each of its blocks"""
+
 LIMITS_BF16: Limits = ((50.0, M64), (90.0, M128), (inf, M256))
 """Those of mode bf16, likewise:
 
@@ -128,6 +143,9 @@ LEAST_PULLED_ROWS = {QuantMode.A8W8: 1, QuantMode.BF16: 2, QuantMode.A8W4: 2}
 """Rows on their way to the pool, in a CTA: a tile gives up stages for them. In mode bf16 a row takes 2 H bytes of
 shared memory, in mode a8w4 converted weights take 64 KiB."""
 LEAST_STAGES = 2
+
+CONVERTED_EXPERTS = 3
+"""Experts that the workspace has room for where weights are converted ahead: 75 MB at the seed's shape."""
 
 MAX_LAG_BLOCKS, MAX_LAG_ROWS = 12, 12 * 128
 """GEMM2 trails GEMM1 by no more. Seed's shape on an H200, 2026-11-30: at 512 to 2048 tokens lags of 14 to 28 blocks of
@@ -194,6 +212,7 @@ class SessionConfig(backend.KernelConfig):
             swiglu_limit=problem.swiglu_limit,
             quant=QuantMode(problem.quant),
             expert_bias=problem.expert_bias,
+            converted_experts=CONVERTED_EXPERTS if any(each.converts_ahead for each in self.tiles) else 0,
             tap_gemm1=self.tap_gemm1,
             trace=self.trace,
         )
@@ -253,9 +272,12 @@ def _limits(problem: MoEProblem) -> Limits:
     quant = QuantMode(problem.quant)
     if quant is QuantMode.BF16:
         return LIMITS_BF16
-    if problem.ep_size == 1:
+    alone = problem.ep_size == 1
+    if quant is QuantMode.A8W4:
+        return ONE_RANK_A8W4 if alone else AMONG_RANKS_A8W4
+    if alone:
         return ONE_RANK
-    return AMONG_RANKS if quant is QuantMode.A8W4 or _shares_weights_in_groups(problem) else AMONG_RANKS_A8W8
+    return AMONG_RANKS if _shares_weights_in_groups(problem) else AMONG_RANKS_A8W8
 
 
 def _rows_per_expert(problem: MoEProblem, num_tokens: int) -> float:

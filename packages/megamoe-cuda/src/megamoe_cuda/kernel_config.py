@@ -47,6 +47,8 @@ class TileConfig:
         converter_registers: their registers per thread.
         packed_stages: stages of packed weights, 128 of K each.
         operand_buffers: what they become: stages take turns in so many buffers of FP8 weights. A divisor of num_stages.
+        converts_ahead: the converter warps of all CTAs convert each expert once, into the workspace, and a stage holds
+            what they stored there (roles/convert_ahead.cuh).
     """
 
     name: str
@@ -61,6 +63,7 @@ class TileConfig:
     converter_registers: int = 0
     packed_stages: int = 0
     operand_buffers: int = 0
+    converts_ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.cluster_size not in CLUSTER_SIZES:
@@ -78,6 +81,10 @@ class TileConfig:
             raise ConfigError("converter warps are no whole warpgroups", got=self.converter_warps)
         if self.packed_stages % max(self.converter_groups, 1):
             raise ConfigError("groups of converter warps do not share out packed stages", got=self.packed_stages)
+        if self.converts_ahead and (self.packed_stages or self.operand_buffers or self.converter_groups != 1):
+            raise ConfigError(
+                "one group of warps converts ahead, and no packed stages pass through shared memory", got=self
+            )
         num_registers = (
             128 * self.producer_registers
             + 256 * self.math_registers
@@ -142,6 +149,8 @@ class KernelConfig:
         session_rings: the rings of all kernels that share the workspace, `ring` among them.
         tap_gemm1: also store GEMM1's accumulators, for tests.
         trace: also store time stamps of the phases.
+        converted_experts: experts that the workspace has room for after conversion; 0 where no kernel of the session
+            converts ahead.
 
     Raises:
         ConfigError: a value that the kernel does not take.
@@ -165,6 +174,7 @@ class KernelConfig:
     expert_bias: bool = False
     tap_gemm1: bool = False
     trace: bool = False
+    converted_experts: int = 0
 
     def __post_init__(self) -> None:
         for name, granule in (("hidden_size", row_granule(self.quant)), ("intermediate_size", BLOCK_K)):
@@ -187,6 +197,11 @@ class KernelConfig:
             raise ConfigError(
                 "more groups of converter warps than K blocks of a tile: one would lose its place in the tile queue",
                 got=self.tile.converter_groups,
+            )
+        if self.tile.converts_ahead and (not self.converted_experts or self.ring.group_blocks != 1):
+            raise ConfigError(
+                "what is converted ahead needs room, and blocks that come one by one",
+                got=f"{self.converted_experts}, {self.ring}",
             )
         if self.tile.cluster_size > 1:
             self._require_clusters()

@@ -342,6 +342,20 @@ MUTATIONS = (
         mode=QuantMode.A8W4,
     ),
     Mutation(
+        name="converted ahead: a tile's weights not waited for",
+        file="roles/load.cuh",
+        old="k_blocks * kConverterGroupWarps, [&]",
+        new="0, [&]",
+        mode=QuantMode.A8W4,
+    ),
+    Mutation(
+        name="converted ahead: weights overwritten while they are read",
+        file="roles/convert_ahead.cuh",
+        old="if (before < cfg::kConvertedExperts) return true;",
+        new="return true;",
+        mode=QuantMode.A8W4,
+    ),
+    Mutation(
         name="converters: both groups take every stage",
         file="roles/convert.cuh",
         old="if (kGroups > 1 && block % kGroups != group) continue;",

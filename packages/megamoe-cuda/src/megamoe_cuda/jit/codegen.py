@@ -49,6 +49,7 @@ _OFFSETS = {
     "DroppedIds": "dropped_ids",
     "Epoch": "epoch",
     "RouteTotals": "route_totals",
+    "ConvertedWeights": "converted_weights",
 }
 
 
@@ -116,6 +117,7 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "NumStages": tile.num_stages,
         "NumWeightBuffers": memory.num_weight_buffers,
         "NumPackedStages": tile.packed_stages,
+        "ConvertedExperts": config.converted_experts,
         "Gemm1KBlocks": config.gemm1_k_blocks,
         "Gemm2KBlocks": config.gemm2_k_blocks,
         "Gemm1NTiles": config.gemm1_n_tiles,
@@ -167,11 +169,13 @@ def _integers(config: KernelConfig) -> dict[str, int]:
 
 
 def _booleans(config: KernelConfig) -> dict[str, bool]:
+    tile = config.tile
     return {
         "SplitM": config.split_m,
         "UnrollByRing": config.unroll_by_ring,
         "RingWraps": config.ring_wraps,
         "HasRowScales": config.has_row_scales,
+        "ConvertsAhead": tile.converts_ahead,
         "HasBias": config.expert_bias,
         "RaggedHidden": config.hidden_size % BLOCK_K != 0,
         "HasLimit": config.swiglu_limit is not None,

@@ -10,6 +10,7 @@
 
 #include "megamoe/ptx/registers.cuh"
 #include "megamoe/roles/convert.cuh"
+#include "megamoe/roles/convert_ahead.cuh"
 #include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
         UnitClaims{ring.base}.initialize();
         identify_cta(arguments, ring.facts());
     }
-    if constexpr (kConverts) fill_operand_tables(ring.base + cfg::kSmemOperandTables);
+    if constexpr (cfg::kConverterWarps > 0) fill_operand_tables(ring.base + cfg::kSmemOperandTables);
     __syncthreads();
     const Cta cta = recall_cta(arguments, ring.facts());
     trace(cta, TracePoint::kStarted, threadIdx.x == 0);
@@ -90,13 +91,14 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
     if (warp < cfg::kProducerWarps) {
         ptx::release_registers_to<cfg::kProducerRegisters>();
         producer_role(cta, plan, ring, queue, warp);
-    } else if (!kConverts || warp < cfg::kProducerWarps + cfg::kMathWarps) {
+    } else if (cfg::kConverterWarps == 0 || warp < cfg::kProducerWarps + cfg::kMathWarps) {
         ptx::claim_registers_to<cfg::kMathRegisters>();
         math_role(arguments, plan, ring, queue);
     } else {
-        if constexpr (kConverts) {
+        if constexpr (cfg::kConverterWarps > 0) {
             ptx::release_registers_to<cfg::kConverterRegisters>();
-            converter_role(ring, queue);
+            if constexpr (kConverts) converter_role(ring, queue);
+            else ahead_converter_role(arguments, plan, ring);
         }
     }
 }

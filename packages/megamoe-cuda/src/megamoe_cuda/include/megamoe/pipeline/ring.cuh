@@ -14,6 +14,8 @@
 //   full[s]           instead of the weight loader's, an arrival of each warp of the group that converts the stage
 //   packed_full[p]    one arrival with the stage's bytes, the weight loader's. Waited for by the group.
 //   packed_empty[p]   one arrival per warp of the group, after its last read. Waited for by the weight loader.
+//
+// Where converter warps work ahead instead (roles/convert_ahead.cuh), the ring is that of mode a8w8.
 #pragma once
 
 #include "megamoe/ptx/mbarrier.cuh"
@@ -21,7 +23,7 @@
 
 namespace megamoe {
 
-constexpr bool kConverts = cfg::kConverterWarps > 0;
+constexpr bool kConverts = cfg::kConverterWarps > 0 && !cfg::kConvertsAhead;
 constexpr uint32_t kConverterGroupWarps = 4;  // that convert a stage together
 static_assert(cfg::kNumStages % cfg::kNumWeightBuffers == 0, "a stage has one buffer");
 

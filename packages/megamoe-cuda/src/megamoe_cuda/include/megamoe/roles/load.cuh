@@ -49,7 +49,7 @@ __device__ __forceinline__ const uint8_t* packed_weights(const Cta& cta, bool is
 // Not earlier: routing would queue for memory behind these copies (2 us, and all ranks wait for the routes).
 __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
     const uint32_t expert = cta.index / cfg::kGemm1NTiles;
-    if constexpr (kInCluster) return;  // for many tokens
+    if constexpr (kInCluster || cfg::kConvertsAhead) return;  // for many tokens
     const bool one_block_each = cta.num_tokens * cfg::kTopK * 2 <= cfg::kNumLocalExperts * cfg::kBlockM;
     if (!one_block_each || expert >= min(cfg::kNumLocalExperts, cfg::kLagBlocks)) return;
     const uint32_t n_tile = cta.index % cfg::kGemm1NTiles;
@@ -69,6 +69,23 @@ __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, c
     return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
         ptx::mbarrier_arrive_expect_tx(full, cfg::kPackedStageBytes);
         ptx::bulk_load(ring.packed(stage), source + k * cfg::kPackedStageBytes, cfg::kPackedStageBytes, full);
+    });
+}
+
+// The stages that converter warps of all CTAs have stored, once the tile's are all there.
+__device__ __forceinline__ bool load_converted_weights(const Cta& cta, const Tile& tile, const Ring& ring,
+                                                       RingPosition& position) {
+    const uint32_t k_blocks = tile.k_blocks();
+    const uint32_t* parts = cta.workspace.converted_parts(cta.epoch, tile.is_gemm2, tile.expert) + tile.n_tile;
+    const bool ready = wait_until(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, tile.expert,
+                                  k_blocks * kConverterGroupWarps, [&] { return ptx::ld_acquire_gpu(parts); });
+    if (!ready) return false;
+    ptx::fence_proxy_async_global();  // ordinary stores wrote what bulk copies read
+    const uint8_t* source = cta.workspace.converted_stages(tile.is_gemm2, tile.expert) +
+                            static_cast<uint64_t>(tile.n_tile) * k_blocks * cfg::kWeightStageBytes;
+    return fill_stages(cta, ring, position, k_blocks, [&](uint32_t stage, uint32_t full, uint32_t k) {
+        ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
+        ptx::bulk_load(ring.weights(stage), source + k * cfg::kWeightStageBytes, cfg::kWeightStageBytes, full);
     });
 }
 
@@ -94,6 +111,7 @@ __device__ __forceinline__ bool load_weights_in_parts(const Cta& cta, const Tile
 
 __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
                                              RingPosition& position) {
+    if constexpr (cfg::kConvertsAhead) return load_converted_weights(cta, tile, ring, position);
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().w2 : cta.own().w13;
     const uint32_t expert_rows = tile.is_gemm2 ? cfg::kHiddenSize : 2 * cfg::kIntermediateSize;
     const uint32_t row = tile.expert * expert_rows + tile.n_tile * cfg::kBlockN;

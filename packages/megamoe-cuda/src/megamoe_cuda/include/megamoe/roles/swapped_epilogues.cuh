@@ -232,7 +232,9 @@ __device__ __forceinline__ void swapped_gemm2_epilogue(const Cta& cta, const Mat
         }
     };
     take_turns<kTokens, cfg::kBlockN>(thread, tile.num_rows, write, read);
-    if constexpr (cfg::kRingWraps) publish_tile(thread, cta.workspace.block_retired(cta.epoch) + tile.block, alive);
+    if constexpr (cfg::kRingWraps || cfg::kConvertsAhead) {
+        publish_tile(thread, cta.workspace.block_retired(cta.epoch) + tile.block, alive);
+    }
 }
 
 }  // namespace megamoe
