@@ -157,6 +157,7 @@ __device__ __forceinline__ void ahead_converter_role(const KernelArguments& argu
         const bool free =
             lane_id() != 0 || await_slot(recall_cta(arguments, ring.facts()), plan, is_gemm2, expert);
         if (!__all_sync(kFullMask, free)) return;
+        __syncwarp();  // orders the other lanes' stores behind lane 0's acquire, which a vote does not
         convert_matrix(arguments, ring, is_gemm2, expert);
         w13 += is_gemm2 ? 0 : 1;
         w2 += is_gemm2 ? 1 : 0;
