@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megamoe.errors import FormatError
 from megamoe.formats import e8m0
+from megamoe.formats.mxfp4_as_fp8 import HEADROOM, MAX_SPREAD
 from megamoe.formats.mxfp8 import MX_BLOCK
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N
 
@@ -29,9 +30,7 @@ BLOCKS = BLOCK_K // MX_BLOCK  # MX blocks of a stage, along K
 HALF_ROWS = 128  # a converter thread has one row of each half
 CODE_BYTES = BLOCK_N * BLOCK_K // 2
 STAGE_BYTES = CODE_BYTES + BLOCK_N * BLOCKS
-HEADROOM = 6  # 6 * 2^6 = 384 <= 448, e4m3fn's largest
-LOWEST_SHIFT = -8  # 0.5 * 2^-8 is e4m3fn's smallest
-MAX_SPREAD = HEADROOM - LOWEST_SHIFT
+LOWEST_SHIFT = HEADROOM - MAX_SPREAD  # -8: 0.5 * 2^-8 is e4m3fn's smallest
 NAN_ENTRY = 15
 ENTRY_BYTES = 8
 

@@ -20,7 +20,7 @@ from megamoe.formats.fp8_block import FP8_1X128, FP8_BLOCK
 from megamoe.formats.mxfp4 import Mxfp4
 from megamoe.formats.mxfp8 import MX_BLOCK
 
-_HEADROOM = 6  # 6 · 2^6 = 384 <= 448 < 6 · 2^7
+HEADROOM = 6  # 6 · 2^6 = 384 <= 448 < 6 · 2^7
 MAX_SPREAD = 14  # 2^6 down to 2^-8
 
 
@@ -69,7 +69,7 @@ def _base_bytes(own: Tensor, counts: Tensor) -> Tensor:
     lowest = torch.where(counts, own, e8m0.NAN_BYTE).amin(-1, keepdim=True)
     _refuse_wide(highest - lowest)
     # Not below byte 1: 2^-127 is subnormal, and kernels may flush it. Scales this small leave room for that.
-    return (highest - _HEADROOM).clamp(min=1)
+    return (highest - HEADROOM).clamp(min=1)
 
 
 def _refuse_wide(spread: Tensor) -> None:
