@@ -347,6 +347,11 @@ MUTATIONS = (
         old="k_blocks * kConverterGroupWarps, [&]",
         new="0, [&]",
         mode=QuantMode.A8W4,
+        slowed=Edit(
+            file="roles/convert_ahead.cuh",
+            old="    if (stage >= stages) return;\n",
+            new=f"    if (stage >= stages) return;\n{spin(50_000)}",
+        ),
     ),
     Mutation(
         name="converted ahead: weights overwritten while they are read",
@@ -354,6 +359,11 @@ MUTATIONS = (
         old="if (before < cfg::kConvertedExperts) return true;",
         new="return true;",
         mode=QuantMode.A8W4,
+        slowed=Edit(  # the tiles of an expert whose slot another one gets
+            file="roles/load.cuh",
+            old="    ptx::fence_proxy_async_global();  // ordinary stores wrote what bulk copies read\n",
+            new="    ptx::fence_proxy_async_global();\n    if (tile.expert == 0) {\n" + spin(100_000) + "}\n",
+        ),
     ),
     Mutation(
         name="converters: both groups take every stage",
