@@ -356,7 +356,7 @@ MUTATIONS = (
     Mutation(
         name="converted ahead: weights overwritten while they are read",
         file="roles/convert_ahead.cuh",
-        old="if (before < cfg::kConvertedExperts) return true;",
+        old="if (before < max(cfg::kConvertedExperts, 1u)) return true;",
         new="return true;",
         mode=QuantMode.A8W4,
         slowed=Edit(  # the tiles of an expert whose slot another one gets

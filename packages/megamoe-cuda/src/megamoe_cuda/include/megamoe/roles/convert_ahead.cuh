@@ -47,7 +47,7 @@ struct AheadLane {
 __device__ __forceinline__ bool await_slot(const Cta& cta, const PoolPlan& plan, bool is_gemm2, uint32_t expert) {
     uint32_t before = expert;
     do {
-        if (before < cfg::kConvertedExperts) return true;
+        if (before < max(cfg::kConvertedExperts, 1u)) return true;  // NVRTC warns of a comparison with 0
         before -= cfg::kConvertedExperts;
     } while (plan.expert_rows(before) == 0);
     const uint32_t* flags = is_gemm2 ? cta.workspace.block_retired(cta.epoch) : cta.workspace.a2_written(cta.epoch);
