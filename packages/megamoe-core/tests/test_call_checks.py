@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.call_checks import ARGUMENTS, by_rank, check_call, require_ids, valid_rows
+from megamoe.call_checks import ARGUMENTS, by_rank, check_call, overlaps, require_ids, valid_rows
 from megamoe.errors import CapacityError, InputError
 from megamoe.formats import FP8_1X128, MXFP8
 from megamoe.problem import MoEProblem
@@ -78,6 +78,26 @@ def test_over_capacity() -> None:
 def test_bad_calls(name: str, value: torch.Tensor, match: str) -> None:
     with pytest.raises(InputError, match=match):
         check(call(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "topk_weights"])
+def test_what_requires_grad_is_refused_in_grad_mode_only(name: str) -> None:
+    """There is no backward, and a residual beside the layer would hide that its part of the gradient is missing."""
+    differentiable = call(**{name: call()[name].requires_grad_()})
+    with pytest.raises(InputError, match=f"there is no backward; got {name} that require grad; expected .*no_grad"):
+        check(differentiable)
+    for without in (torch.no_grad(), torch.inference_mode()):
+        with without:
+            assert check(differentiable) == 5
+
+
+def test_tensors_overlap_where_they_share_bytes() -> None:
+    memory = torch.zeros(8, 4)
+    assert overlaps(memory, memory)
+    assert overlaps(memory[:5], memory[4:])
+    assert overlaps(memory, memory.view(torch.uint8)[7:])
+    assert not overlaps(memory[:4], memory[4:])
+    assert not overlaps(memory[4:], memory[:4])
 
 
 def test_quantised_input() -> None:

@@ -74,6 +74,15 @@ def test_it_compiles_into_one_graph(dynamic: bool) -> None:
         assert torch.equal(compiled(*given), layer(*given))
 
 
+def test_backward_is_a_typed_error() -> None:
+    """Beside a residual it can't go unnoticed: autograd comes to the operator and is told."""
+    session, weights, (x, *picks) = open_layer()
+    x.requires_grad_()
+    y = x + torch.ops.megamoe.forward(*arguments(session, weights, (x, *picks)))
+    with pytest.raises(InputError, match=r"there is no backward; got backward\(\) through torch.ops.megamoe.forward"):
+        y.sum().backward()
+
+
 def test_a_handle_is_stable_and_dies_with_its_session() -> None:
     session, weights, tokens = open_layer()
     given = arguments(session, weights, tokens)

@@ -20,10 +20,14 @@ from megamoe.backend import Backend, Plan, Reason, Session, VirtualRanks
 from megamoe.errors import MegaMoEError
 from megamoe.problem import MoEProblem
 from megamoe.registry import select_backend, selection_report
+from megamoe.schedule.device_spec import H200, MI355X, DeviceSpec
 from megamoe.tensors import PreparedWeights, expert_tensors
 
 __all__ = [
+    "H200",
+    "MI355X",
     "Backend",
+    "DeviceSpec",
     "MegaMoEError",
     "MoEProblem",
     "Plan",

@@ -7,6 +7,8 @@ walks through it; `megamoe.testing.conformance` is what it has to pass.
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from megamoe.errors import SessionError, UnsupportedProblemError
+from megamoe.errors import ConfigError, SessionError, UnsupportedProblemError
 from megamoe.formats import Quantized
 from megamoe.problem import ActFormat, Activation, MoEProblem, QuantMode, Transport, require_problem
 from megamoe.schedule.device_spec import DeviceSpec
@@ -214,8 +216,19 @@ class Backend(ABC):
         """Names of the configurations that `plan(problem, config=...)` accepts, the default first."""
         return (self.plan(problem).config.name,)
 
-    def require(self, problem: MoEProblem) -> None:
-        """Raise UnsupportedProblemError with the reason where `supports` says no."""
+    def require(self, problem: MoEProblem, device: object = None) -> None:
+        """What `plan` asks first: raise UnsupportedProblemError with the reason where `supports` says no.
+
+        Raises:
+            ConfigError: `device` is neither a `DeviceSpec` nor None.
+        """
+        if device is not None and not isinstance(device, DeviceSpec):
+            raise ConfigError(
+                "this is no device to plan for",
+                got=repr(device),
+                expected="a DeviceSpec such as megamoe.H200, or None",
+                hint="a plan needs no GPU; backend.open takes the current one",
+            )
         verdict = self.supports(problem)
         if not verdict.ok:
             raise UnsupportedProblemError(
@@ -233,7 +246,7 @@ class Backend(ABC):
 
         Raises:
             UnsupportedProblemError: the problem is outside `supports()`.
-            ConfigError: no configuration of that name fits, or `problem` is no `MoEProblem`.
+            ConfigError: no configuration of that name fits, `problem` is no `MoEProblem`, or `device` no `DeviceSpec`.
         """
 
     @abstractmethod
@@ -311,6 +324,8 @@ class Session(ABC):
         self.plan = plan
         self.ep_rank = ep_rank
         self.closed = False
+        self._inherited = False
+        _sessions.add(self)
         what = (plan.backend, plan.config.name, plan.device.name, plan.bytes, plan.problem)
         logger.info("MegaMoE opens backend %s, configuration %s, for %s, %d bytes a rank: %s", *what)
 
@@ -378,7 +393,8 @@ class Session(ABC):
             topk_ids: `[T, K]` int32 or int64, global physical expert ids; -1 means no expert.
             topk_weights: `[T, K]` FP32, any sign.
             weights: made by this session's `prepare_weights`.
-            out: `[T, H]` BF16 to write into; None allocates.
+            out: `[T, H]` BF16 to write into, contiguous; on a GPU aligned to 16 bytes. It may be `hidden_states`, but
+                share memory with no other argument. None allocates.
             num_tokens: rows past this number are padding: they send nothing, and their output rows are zero. An int, or
                 an int32 scalar tensor on the device that may change between replays of a graph.
 
@@ -387,7 +403,8 @@ class Session(ABC):
 
         Raises:
             CapacityError: T above the capacity; before anything is sent.
-            InputError: a wrong shape, dtype or device; in debug mode also an id outside [-1, num_experts).
+            InputError: a wrong shape, dtype, device or alignment; grad mode is on and an argument requires grad, for
+                there is no backward; in debug mode also an id outside [-1, num_experts).
             LayoutError: weights prepared for something else.
             MegaMoETimeoutError, RankFailedError: a peer did not arrive, or failed.
         """
@@ -439,6 +456,23 @@ class Session(ABC):
         self.close()
 
     def require_open(self) -> None:
-        """Raise SessionError once closed."""
+        """Raise SessionError once closed, and in a process that inherited the session through a fork."""
+        if self._inherited:
+            raise SessionError(
+                "this session belongs to the process that forked this one", hint="open one after the fork"
+            )
         if self.closed:
             raise SessionError("this session is closed", hint="open a new one with backend.open(plan, group)")
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """In the child of a fork: its parent's sessions count as closed, and nothing of theirs is given back."""
+    for session in _sessions:
+        session._inherited = session._inherited or not session.closed
+        session.closed = True
+
+
+os.register_at_fork(after_in_child=_disown)

@@ -42,6 +42,7 @@ def check_call(
         CapacityError, InputError: see `Session.forward`.
     """
     payload, scales = _split(hidden_states)
+    refuse_gradients(payload, topk_weights)
     if payload.dim() != 2:
         raise InputError("hidden_states is not a matrix", got=tuple(payload.shape), expected="[T, H]")
     num_tokens = payload.shape[0]
@@ -74,6 +75,33 @@ def check_call(
     if len(devices) > 1:
         raise InputError("arguments on several devices", got=sorted(map(str, devices)), expected="one device")
     return num_tokens
+
+
+def refuse_gradients(payload: Any, topk_weights: Any) -> None:
+    """Raise where autograd would go on without the layer: there is no backward, and a residual would hide that.
+
+    Args:
+        payload: hidden states, or what stands in their place.
+        topk_weights: router weights.
+
+    Raises:
+        InputError: grad mode is on, and one of the two requires grad.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, value in (("hidden_states", payload), ("topk_weights", topk_weights)):
+        if getattr(value, "requires_grad", False):
+            raise InputError(
+                "there is no backward",
+                got=f"{name} that require grad",
+                expected="a call under torch.no_grad() or torch.inference_mode(), or detached tensors",
+            )
+
+
+def overlaps(first: Tensor, second: Tensor) -> bool:
+    """Whether two contiguous tensors have bytes in common."""
+    begins = first.data_ptr(), second.data_ptr()
+    return begins[0] < begins[1] + second.nbytes and begins[1] < begins[0] + first.nbytes
 
 
 def by_rank(arguments: Sequence[Any], num_ranks: int) -> list[tuple[Any, ...]]:

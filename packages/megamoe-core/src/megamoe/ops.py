@@ -18,7 +18,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ def forward(
 
     Raises:
         SessionError: no such session, or it is closed.
-        Everything that `Session.forward` raises.
+        Everything that `Session.forward` raises; InputError at `backward()`, for there is none.
     """
     session = _session(handle)
     x = hidden_states if hidden_states_scale is None else (hidden_states, hidden_states_scale)
@@ -145,3 +145,12 @@ def _forward_fake(
     session = _session(int(handle))  # with dynamic shapes it comes as a symbol: the graph is for this session
     num_rows = hidden_states.shape[0]
     return hidden_states.new_empty((num_rows, session.plan.problem.hidden_size), dtype=torch.bfloat16)
+
+
+@forward.register_autograd
+def _backward(*_: Any) -> NoReturn:
+    raise InputError(
+        "there is no backward",
+        got="backward() through torch.ops.megamoe.forward",
+        expected="a call under torch.no_grad() or torch.inference_mode(), or detached tensors",
+    )

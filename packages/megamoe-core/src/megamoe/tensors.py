@@ -259,11 +259,11 @@ class PreparedWeights:
             )
 
 
-def require_prepared(weights: object, *, backend: str, layout: str, problem: MoEProblem) -> None:
+def require_prepared(weights: object, *, backend: str, layout: str, problem: MoEProblem, device: torch.device) -> None:
     """Refuse what is no prepared weights, or was prepared for anything but this: a session's check of an argument.
 
     Raises:
-        InputError: these are no `PreparedWeights`.
+        InputError: these are no `PreparedWeights`, or are not on `device`.
         LayoutError: names what they were prepared for.
     """
     if not isinstance(weights, PreparedWeights):
@@ -274,6 +274,14 @@ def require_prepared(weights: object, *, backend: str, layout: str, problem: MoE
             hint="make them with this session's prepare_weights(); lists are for sessions of VirtualRanks()",
         )
     weights.require(backend=backend, layout=layout, problem=problem)
+    for name, tensor in weights.tensors.items():
+        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+            raise InputError(
+                f"prepared weights on another device: {name}",
+                got=tensor.device,
+                expected=device,
+                hint="prepare them with this session's prepare_weights()",
+            )
 
 
 def expert_tensors(weights: PreparedWeights) -> dict[str, Tensor]:

@@ -88,6 +88,41 @@ def test_a_fork_after_the_import() -> None:
     assert result.returncode == 0, result.stderr
 
 
+INHERITED = """
+import os, sys
+import torch
+import megamoe
+from megamoe.errors import SessionError
+from megamoe.reference.backend import ReferenceBackend
+problem = megamoe.MoEProblem(
+    hidden_size=64, intermediate_size=32, num_experts=2, top_k=1, num_max_tokens_per_rank=4, quant="bf16"
+)
+backend = ReferenceBackend()
+plan = backend.plan(problem)
+closed, session = backend.open(plan), backend.open(plan)
+closed.close()
+child = os.fork()
+if child:
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    session.stats()
+    sys.exit(status)
+found = []
+for one in (session, closed):
+    try:
+        one.stats()
+    except SessionError as error:
+        found.append(str(error))
+session.close()
+os._exit(0 if "forked this one" in found[0] and "is closed" in found[1] else 1)
+"""
+
+
+def test_a_session_belongs_to_the_process_that_opened_it() -> None:
+    """A forked child would use its parent's workspace; there it is refused, and the parent's stays open."""
+    result = subprocess.run([sys.executable, "-c", INHERITED], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_model_built_on_no_device_opens_nothing() -> None:
     """Engines build models under the meta device first: no session, so no collective, before the first forward."""
     pytest.importorskip("transformers", reason="the transformers extra is not installed")

@@ -115,7 +115,7 @@ class CudaBackend(Backend):
         With fewer SMs than an H200's, the default configuration has no clusters, which need pairs of neighbouring SMs
         that other kernels may break up. `config="m256"` pins them for all calls, where a GPU is smaller and all free.
         """
-        self.require(problem)
+        self.require(problem, device)
         device = device or replace(H200, num_sms=H200.num_sms // env.ranks_per_gpu())
         if device.arch != ARCH:
             raise ConfigError("backend cuda does not compile for this device", got=device.arch, expected=ARCH)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import HiddenStates, Plan, StageTaps
-from megamoe.call_checks import by_rank, check_call, require_ids, valid_rows
+from megamoe.call_checks import by_rank, check_call, overlaps, refuse_gradients, require_ids, valid_rows
 from megamoe.device_session import DeviceSession
 from megamoe.errors import (
     CaptureError,
@@ -44,7 +44,7 @@ from megamoe_cuda.launcher import FAILURE_RECORD, TRACE_POINTS, Failure, LoadedK
 from megamoe_cuda.taps import read_taps
 from megamoe_cuda.workspace_layout import initial_words, kernel_workspace
 
-INPUT_ALIGNMENT = 16  # bytes; the kernel reads rows in pieces of 16
+ALIGNMENT = 16  # bytes; the kernel reads and writes rows in pieces of 16
 MAX_CHECKED = 4096  # sets of shapes and dtypes that a session remembers as right
 RECORD_WORDS = FAILURE_RECORD.size // WORD
 
@@ -151,6 +151,7 @@ class CudaSession(DeviceSession):
     ) -> _Call:
         """Check one rank's arguments and turn them into addresses."""
         payload, scales = _payload_and_scales(hidden_states)
+        refuse_gradients(payload, topk_weights)
         self._check_tensors(payload, scales, topk_ids, topk_weights, weights, out)
         num_rows: int = payload.shape[0]
         host_tokens, device_tokens = num_rows, 0
@@ -166,16 +167,18 @@ class CudaSession(DeviceSession):
         payload, topk_ids, topk_weights = payload.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         if scales is not None:
             scales = scales.contiguous()
-        address = payload.data_ptr()
-        if address % INPUT_ALIGNMENT:
-            raise InputError("hidden_states start at an odd address", got=hex(address), expected="a multiple of 16")
         if out is None:
             out = torch.empty(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
+        else:
+            _require_aligned("out", out)
+            if num_tokens is not None and overlaps(out, payload):
+                payload = payload.clone()  # what follows would wipe it
+        _require_aligned("hidden_states", payload)
         if num_tokens is not None:
             out.zero_()  # the kernel writes valid rows only
         tensors = weights.tensors
         launch = RankCall(
-            hidden_states=address,
+            hidden_states=payload.data_ptr(),
             hidden_scales=0 if scales is None else scales.data_ptr(),
             topk_ids=topk_ids.data_ptr(),
             topk_ids_are_int64=topk_ids.dtype is torch.int64,
@@ -204,6 +207,7 @@ class CudaSession(DeviceSession):
             facts = (
                 weights.backend, weights.layout, weights.quant, weights.num_local_experts,
                 weights.hidden_size, weights.intermediate_size, weights.expert_bias,
+                *[tensor.device for tensor in weights.tensors.values()],
                 payload.shape, payload.dtype, payload.device,
                 topk_ids.shape, topk_ids.dtype, topk_ids.device,
                 topk_weights.shape, topk_weights.dtype, topk_weights.device,
@@ -224,7 +228,13 @@ class CudaSession(DeviceSession):
         self, payload: Any, scales: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any
     ) -> None:
         problem = self.plan.problem
-        require_prepared(weights, backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
+        require_prepared(
+            weights,
+            backend=kernel_weights.BACKEND,
+            layout=self.weight_layout,
+            problem=problem,
+            device=self._device,
+        )
         fmt = activation_format(problem.quant, problem.act_format)
         check_call(
             problem,
@@ -411,6 +421,15 @@ def _payload_and_scales(hidden_states: Any) -> tuple[Any, Any]:
     if isinstance(hidden_states, tuple | list) and len(hidden_states) == 2:
         return hidden_states[0], hidden_states[1]
     return hidden_states, None  # nothing that is taken: the checks say so
+
+
+def _require_aligned(name: str, tensor: Tensor) -> None:
+    if tensor.data_ptr() % ALIGNMENT:
+        raise InputError(
+            f"{name} is not aligned to {ALIGNMENT} bytes",
+            got=hex(tensor.data_ptr()),
+            expected=f"a multiple of {ALIGNMENT}",
+        )
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,60 @@ def test_a_workspace_can_be_handed_in_if_it_fits() -> None:
     for wrong in (memory[:-1], memory[1:], memory.view(torch.int32)):
         with pytest.raises(WorkspaceError):
             open_session(workspace=wrong)
+
+
+def test_in_place_with_padding_computes_on_the_tokens() -> None:
+    """Padding rows of `out` are zeroed before the launch: the tokens in the same memory were, too."""
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        hidden, ids, router = make_call(0)
+        for num_tokens in ([3, 5], [torch.tensor(3, dtype=torch.int32), torch.tensor(5, dtype=torch.int32)]):
+            expected = session.forward(hidden, ids, router, weights, num_tokens=num_tokens)
+            rows = [aligned(7, PROBLEM.hidden_size) for _ in hidden]
+            for out, tokens in (
+                ([x[:5] for x in rows], [x[:5] for x in rows]),
+                ([x[2:] for x in rows], [x[:5] for x in rows]),
+            ):
+                for place, values in zip(tokens, hidden, strict=True):
+                    place.copy_(values)
+                outputs = session.forward(tokens, ids, router, weights, out=out, num_tokens=num_tokens)
+                assert [y.data_ptr() for y in outputs] == [y.data_ptr() for y in out]
+                assert torch.equal(torch.cat(outputs), torch.cat(expected))
+
+
+def aligned(rows: int, columns: int, *, offset: int = 0) -> torch.Tensor:
+    """BF16, `offset` elements behind a multiple of 16 bytes."""
+    memory = torch.empty(rows * columns + 16, dtype=torch.bfloat16)
+    first = -memory.data_ptr() % 16 // 2 + offset
+    return memory[first : first + rows * columns].view(rows, columns)
+
+
+def test_an_address_that_the_kernel_can_not_take_is_refused_in_shapes_seen_before() -> None:
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        hidden, ids, router = make_call(0)
+        good = [aligned(5, PROBLEM.hidden_size) for _ in hidden]
+        session.forward(hidden, ids, router, weights, out=good)
+        bad = [good[0], aligned(5, PROBLEM.hidden_size, offset=1)]
+        with pytest.raises(InputError, match="out is not aligned to 16 bytes; got 0x.*expected a multiple of 16"):
+            session.forward(hidden, ids, router, weights, out=bad)
+        with pytest.raises(InputError, match="hidden_states is not aligned to 16 bytes"):
+            session.forward(bad, ids, router, weights, out=good)
+
+
+def test_gradients_and_weights_elsewhere_are_refused_in_shapes_seen_before() -> None:
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        hidden, ids, router = make_call(0)
+        expected = torch.cat(session.forward(hidden, ids, router, weights))
+        moved = replace(weights[1], tensors={name: x.to("meta") for name, x in weights[1].tensors.items()})
+        with pytest.raises(InputError, match="prepared weights on another device: w13_weight"):
+            session.forward(hidden, ids, router, [weights[0], moved])
+        differentiable = [hidden[0], hidden[1].clone().requires_grad_()]
+        with pytest.raises(InputError, match="there is no backward"):
+            session.forward(differentiable, ids, router, weights)
+        with torch.no_grad():
+            assert torch.equal(torch.cat(session.forward(differentiable, ids, router, weights)), expected)
 
 
 def test_taps_are_kept_only_on_request() -> None:

@@ -54,7 +54,7 @@ class RocmBackend(Backend):
 
     def plan(self, problem: MoEProblem, device: DeviceSpec | None = None, *, config: str | None = None) -> Plan:
         """See `Backend.plan`. `device.num_sms` is how many compute units the persistent launches are made for."""
-        self.require(problem)
+        self.require(problem, device)
         return planning.make_plan(problem, device or rungs.PLANNED_FOR[rungs.current()], config=config)
 
     def open(

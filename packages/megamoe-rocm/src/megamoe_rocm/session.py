@@ -178,8 +178,14 @@ class RocmSession(DeviceSession):
             payload_shape=(hidden // fmt.values_per_item, fmt.payload_dtype),
             scale_shape=(hidden // fmt.block, torch.uint8),
         )
-        require_prepared(weights, backend=kernel_weights.BACKEND, layout=self.weight_layout, problem=problem)
-        if topk_ids.device.type != self._device.type:
+        require_prepared(
+            weights,
+            backend=kernel_weights.BACKEND,
+            layout=self.weight_layout,
+            problem=problem,
+            device=self._device,
+        )
+        if topk_ids.device != self._device:
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
         limit = self._limit(num_tokens, num_rows)
         if self._check_ids:
@@ -189,7 +195,11 @@ class RocmSession(DeviceSession):
         if out is None:
             out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
         if out.data_ptr() % ALIGNMENT:
-            raise InputError("out starts at an odd address", got=hex(out.data_ptr()), expected="a multiple of 16")
+            raise InputError(
+                f"out is not aligned to {ALIGNMENT} bytes",
+                got=hex(out.data_ptr()),
+                expected=f"a multiple of {ALIGNMENT}",
+            )
         return CallTensors(
             hidden_states=payload,
             hidden_scales=scales,

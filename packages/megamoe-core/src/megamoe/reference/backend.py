@@ -65,7 +65,7 @@ class ReferenceBackend(Backend):
         self, problem: MoEProblem, device: DeviceSpec | None = None, *, config: str | None = None
     ) -> ReferencePlan:
         """See `Backend.plan`."""
-        self.require(problem)
+        self.require(problem, device)
         chosen = ReferenceConfig.named(config, problem)
         ring = default_ring(
             ep_size=problem.ep_size,

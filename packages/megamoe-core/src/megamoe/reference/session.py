@@ -30,6 +30,8 @@ from megamoe.stages.multiply import heights_agree
 from megamoe.symm import Group
 from megamoe.tensors import ExpertWeights, PreparedWeights, require_prepared
 
+CPU_DEVICE = torch.device("cpu")
+
 
 class ReferenceSession(Session):
     """One rank of a group, or all ranks of a group of one process.
@@ -143,7 +145,9 @@ class ReferenceSession(Session):
     ) -> RankArguments:
         """Hold one rank's arguments against the plan, before anything is sent."""
         problem, fmt = self._plan.problem, self._fmt
-        require_prepared(weights, backend=self.plan.backend, layout=self.weight_layout, problem=problem)
+        require_prepared(
+            weights, backend=self.plan.backend, layout=self.weight_layout, problem=problem, device=CPU_DEVICE
+        )
         num_rows = check_call(
             problem,
             hidden_states,

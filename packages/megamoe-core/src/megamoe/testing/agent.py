@@ -4,7 +4,7 @@ A participant drives one rank, or, with virtual ranks, all of them; each of its 
 entry per rank that it drives. Sessions and weights stay here, on the participant's side, and are named by numbers.
 
 Every tensor handed to `forward` lies between guard bytes. The guards around inputs and the inputs themselves must be
-unchanged after the call, and the guards around the output intact.
+unchanged after the call (unless the output is written in their place), and the guards around the output intact.
 """
 
 from __future__ import annotations
@@ -134,9 +134,10 @@ class Agent:
             guards.append((name, guarded))
             return guarded.tensor[::2] if strided else guarded.tensor
 
-        given = [self._out(session, call, protect) for call in calls]
+        hidden = [_protect_hidden(call, protect) for call in calls]
+        given = [self._out(session, call, rows, protect) for call, rows in zip(calls, hidden)]
         out = session.forward(
-            self._pack([_protect_hidden(call, protect) for call in calls]),
+            self._pack(hidden),
             self._pack([protect("topk_ids", call.topk_ids, strided=call.strided) for call in calls]),
             self._pack([protect("topk_weights", call.topk_weights, strided=call.strided) for call in calls]),
             self.weights[weights_key],
@@ -292,7 +293,10 @@ class Agent:
         self.weights[weights_key] = self._pack(prepared)
         self.weights_of.setdefault(key, []).append(weights_key)
 
-    def _out(self, session: Session, call: Call, protect: Callable[..., Tensor]) -> Tensor | None:
+    def _out(self, session: Session, call: Call, hidden: HiddenStates, protect: Callable[..., Tensor]) -> Tensor | None:
+        if call.in_place:
+            assert isinstance(hidden, Tensor)
+            return hidden
         if not call.give_out:
             return None
         shape = (call.num_rows, session.plan.problem.hidden_size)
@@ -337,7 +341,7 @@ def _call_to(call: Call, device: torch.device) -> Call:
 
 def _protect_hidden(call: Call, protect: Callable[..., Tensor]) -> HiddenStates:
     if isinstance(call.hidden_states, Tensor):
-        return protect("hidden_states", call.hidden_states, strided=call.strided)
+        return protect("hidden_states", call.hidden_states, strided=call.strided, written=call.in_place)
     payload, scales = call.pair
     return protect("hidden_states payload", payload), protect("hidden_states scales", scales)
 

@@ -34,6 +34,7 @@ class Call:
         topk_weights: `[T, K]` FP32.
         num_tokens: rows past it are padding; None means all are tokens. A tensor is moved to the device.
         give_out: whether a tensor to write into is handed in.
+        in_place: whether that tensor is `hidden_states` itself.
         strided: whether every second row of a larger tensor is handed in, of hidden states, ids and weights alike.
         delay_s: how long the rank sleeps before it calls.
     """
@@ -43,6 +44,7 @@ class Call:
     topk_weights: Tensor
     num_tokens: int | Tensor | None = None
     give_out: bool = False
+    in_place: bool = False
     strided: bool = False
     delay_s: float = 0.0
 

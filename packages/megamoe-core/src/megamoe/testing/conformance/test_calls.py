@@ -31,6 +31,26 @@ def test_given_out(workbench: Workbench) -> None:
     check_same_bits(given, expected, "with out=")
 
 
+@pytest.mark.parametrize("padded", ["none", "int", "scalar-tensor"])
+def test_in_place(workbench: Workbench, padded: str) -> None:
+    """`out` may be `hidden_states` itself: equal bits, and zeros in padding rows."""
+    case = workbench.any_case(ep_size=4)
+    calls = workbench.calls(case)
+    if padded != "none":
+        workbench.require_capability(Capability.NUM_TOKENS)
+        kept = [call.num_rows // 2 for call in calls]
+        calls = [
+            replace(call, num_tokens=num if padded == "int" else torch.tensor(num, dtype=torch.int32))
+            for call, num in zip(calls, kept)
+        ]
+    with workbench.open(case.problem) as session:
+        weights = session.prepare(workbench.shards(case))
+        expected = session.forward(calls, weights)
+        check_same_bits(
+            session.forward([replace(call, in_place=True) for call in calls], weights), expected, "in place"
+        )
+
+
 def test_strided_arguments(workbench: Workbench) -> None:
     """Every second row of larger tensors: read as what they are, or refused; never the rows in between."""
     case = workbench.any_case(ep_size=2)

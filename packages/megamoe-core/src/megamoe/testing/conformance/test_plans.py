@@ -33,6 +33,14 @@ def test_plan_is_a_value(workbench: Workbench, mode: Mode) -> None:
         plan.backend = "another"  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("device", ["H200", torch.device("cuda"), 0], ids=repr)
+def test_what_is_no_device_to_plan_for_is_refused(workbench: Workbench, device: Any) -> None:
+    """A torch.device is what one tries first; a plan is made without any."""
+    problem = workbench.any_case().problem
+    with pytest.raises(ConfigError, match="this is no device to plan for.*expected a DeviceSpec"):
+        workbench.backend.plan(problem, device)
+
+
 def test_plan_tells_problems_apart(workbench: Workbench) -> None:
     """Whatever changes the problem changes the plan, which is the key of compiled kernels and workspaces."""
     problem = workbench.any_case(ep_size=2).problem

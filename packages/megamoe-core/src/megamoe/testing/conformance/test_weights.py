@@ -165,6 +165,23 @@ def test_prepared_for_something_else(
         check_same_bits(session.forward(calls, good), expected, "after refused weights")
 
 
+def _elsewhere(prepared: PreparedWeights) -> PreparedWeights:
+    return replace(prepared, tensors={name: tensor.to("meta") for name, tensor in prepared.tensors.items()})
+
+
+def test_weights_on_another_device(workbench: Workbench) -> None:
+    """They can be stored and loaded elsewhere; a kernel would read addresses of another memory."""
+    case = workbench.any_case(tokens=(5,))
+    calls = workbench.calls(case)
+    with workbench.open(case.problem) as session:
+        good, bad = session.prepare(workbench.shards(case)), session.prepare(workbench.shards(case))
+        expected = session.forward(calls, good)
+        session.change_weights(bad, _elsewhere)
+        with pytest.raises(InputError, match="prepared weights on another device"):
+            session.forward(calls, bad)
+        check_same_bits(session.forward(calls, good), expected, "after refused weights")
+
+
 def _tensors_alone(prepared: PreparedWeights) -> Any:
     return dict(prepared.tensors)
 
