@@ -33,6 +33,7 @@ from megamoe_rocm.runtime.launcher import Launcher
 from megamoe_rocm.taps import read_taps
 
 ALIGNMENT = 16  # bytes; what kernels are told about every tensor
+ROW_STRIDES = {torch.bfloat16: 16, torch.uint8: 8}  # elements, of the caller's rows a multiple of these
 NO_LIMIT = 2**31 - 1  # num_tokens where the caller gives none
 PEER_GAVE_UP = 2  # in `status` and its reports; kernels/flags.py
 
@@ -333,7 +334,9 @@ def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | N
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return _aligned(tensor if tensor.stride(-1) == 1 else tensor.contiguous())
+    """`tensor`, or a copy whose rows lie as kernels are told: columns side by side, rows a multiple apart."""
+    fits = tensor.stride(-1) == 1 and tensor.stride(0) % ROW_STRIDES[tensor.dtype] == 0
+    return _aligned(tensor if fits else tensor.contiguous())
 
 
 def _aligned(tensor: Tensor) -> Tensor:

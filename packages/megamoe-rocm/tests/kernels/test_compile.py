@@ -90,12 +90,12 @@ SMALL_KERNELS = {
     "quantize_input": Expectation(peer_stores=0, releases=0, acquires=0),
     # Arrivals: each is a release and an acquire.
     "count_picks": Expectation(peer_stores=0, releases=0, acquires=0, agent_releases=1, agent_acquires=1),
-    # Entries, then counts; arrivals before and after the counts, then the flags.
-    "push_entries": Expectation(peer_stores=4, releases=3, acquires=2),
-    # The flags of all ranks and those of ranks that have given up, before the loop and in it.
-    "plan_blocks": Expectation(peer_stores=0, releases=0, acquires=4),
+    # Entries, then counts; arrivals before the counts, then the flags.
+    "push_entries": Expectation(peer_stores=4, releases=2, acquires=1),
+    # The flags of all ranks, before the loop and in it, and there those of ranks that have given up.
+    "plan_blocks": Expectation(peer_stores=0, releases=0, acquires=2, polls=1),
     # The same, and the flag that says that this rank has given up; `status` is read twice.
-    "combine_rows": Expectation(peer_stores=0, releases=1, acquires=4, polls=2, agent_releases=1, agent_acquires=1),
+    "combine_rows": Expectation(peer_stores=0, releases=1, acquires=2, polls=3, agent_releases=1, agent_acquires=1),
 }
 
 

@@ -78,6 +78,7 @@ class Machine:
         noise = np.random.default_rng(seed)
         self._registers = noise.integers(0, 1 << 32, (NUM_VGPRS, LANES), np.uint32)
         self._lds_noise = noise.integers(0, 256, MAX_LDS_BYTES + 16, np.uint8)
+        self._started_at = int(noise.integers(0, 1 << 56))
         self._early = self._random.choice(EARLINESS)
         self._stale = self._random.choice(STALENESS)
         self._slow_rank = self._random.choice((None, *range(num_ranks)))
@@ -152,6 +153,11 @@ class Machine:
                 if self.steps - start > max_steps:
                     raise self._deadlock(f"not done after {max_steps} instructions")
         return self.steps - start
+
+    @property
+    def clock(self) -> int:
+        """What the clocks show: instructions since some moment or other."""
+        return self._started_at + self.steps
 
     def decide_early(self) -> bool:
         """Whether a memory operation takes effect at its issue."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megamoe_rocm.aot.disassembly import Instruction
-from megamoe_rocm.aot.inspection import is_atomic, is_store, scope, waits_for_vector_memory
+from megamoe_rocm.aot.inspection import is_atomic, is_store, is_vector_memory, scope, waits_for_vector_memory
 from megamoe_rocm.isa.errors import DeadlockError, ExecutionFault
 from megamoe_rocm.isa.instructions.control import CONDITIONS, COUNTER
 from megamoe_rocm.isa.operands import Step, parse
@@ -170,7 +170,7 @@ TWIN_BARRIER = "equivalent: another barrier, with no access to memory or LDS bet
 LAST_BARRIER = "equivalent: neither LDS nor a store, an atomic or a barrier after it"
 NOTHING_OUTSTANDING = "equivalent: an earlier wait covers it, with nothing issued between the two"
 COVERED_LATER = "equivalent: a later wait covers it, with neither an access nor a barrier between the two"
-WRITE_BACK = "equivalent in the model: every store before it goes through the caches"
+WRITE_BACK = "equivalent in the model: every store before it goes through the caches"  # and is waited for
 IDLE = "equivalent where it was executed: nothing was outstanding that it waits for"
 LOADS_COVERED = (
     "equivalent where it was executed: it waited for loads only, and to use one that no later wait covers is a fault"
@@ -212,12 +212,14 @@ def explain(program: Program) -> dict[int, str]:
                 reasons[at] = LAST_BARRIER
             elif after.leads_to_barriers(at, _acts) or before.leads_to_barriers(at, _acts):
                 reasons[at] = NO_LDS_AROUND
-            elif after.leads_to_barriers(at, _touches_lds) or before.leads_to_barriers(at, _touches_lds):
+            elif after.leads_to_barriers(at, _uses_or_raises) or before.leads_to_barriers(at, _touches_lds):
                 reasons[at] = OWN_ARRIVALS
         elif item.mnemonic == "buffer_wbl2" and _all_write_through(items[:at]):
             reasons[at] = WRITE_BACK
         elif kind == "wait":
             reason = _explain_wait(items, at, targets)
+            if not reason and items[at - 1].mnemonic == "buffer_wbl2" and before.leads_to_full_waits(at):
+                reason = WRITE_BACK if _all_write_through(items[:at]) else ""
             if not reason and set(_counts(item)) == {"vmcnt"} and after.leads_to_waits(at):
                 reason = WAITED_LATER
             if reason:
@@ -269,8 +271,6 @@ def _watched_wait(step: Step, at: int, counts: Mapping[str, int], found: dict[in
 def _explain_wait(items: Sequence[Instruction], at: int, targets: set[int]) -> str:
     mine = _counts(items[at])
     for other in _straight(items[at - 1 :: -1] if at else (), targets | {items[at].address}):
-        if other.mnemonic == "buffer_wbl2" and _all_write_through(items[:at]):
-            return WRITE_BACK
         if kind_of(other) == "wait" and _covers(_counts(other), mine):
             return NOTHING_OUTSTANDING
         if _touches(other):
@@ -313,6 +313,11 @@ def _touches_lds(item: Instruction) -> bool:
     if item.mnemonic.startswith(CROSS_LANE):
         return False
     return item.mnemonic.startswith("ds_") or "lds" in item.modifiers or "_lds_" in item.mnemonic
+
+
+def _uses_or_raises(item: Instruction) -> bool:
+    """Whether it uses LDS, or raises a flag: a wave does that for others too, while each counts itself."""
+    return _touches_lds(item) or (is_atomic(item) and "swap" in item.mnemonic)
 
 
 def _acts(item: Instruction) -> bool:
@@ -368,6 +373,10 @@ class _Flow:
         return self._leads_to(
             at, waits_for_vector_memory, lambda item: is_atomic(item) or item.mnemonic in ("s_barrier", "buffer_inv")
         )
+
+    def leads_to_full_waits(self, at: int) -> bool:
+        """Whether each path comes to a wait for all of vector memory, or to an end, before an access to it."""
+        return self._leads_to(at, waits_for_vector_memory, is_vector_memory)
 
     def _leads_to(self, at: int, end: Callable[[Instruction], bool], refuse: Callable[[Instruction], bool]) -> bool:
         seen, ahead = set(), list(self.edges[at])

@@ -129,13 +129,13 @@ def wait_for_ranks(
     peer = lanes(RANKS)
     is_rank = peer < ep_size
     values = acquire_ranks(flags, ep_size, RANKS)
-    has_aborted = is_rank & (acquire_ranks(abort, ep_size, RANKS) == epoch)
+    has_aborted = peer < 0  # nobody, as far as is known
     num_late = count_late(values, epoch, ep_size, RANKS)
     limit = tl.where(read_by_one(status) == 0, patience, 0)
     start = ticks(CLOCK, WAVES, LANES)
     while (num_late > 0) & (ticks(CLOCK, WAVES, LANES) - start < limit):
         values = acquire_ranks(flags, ep_size, RANKS)
-        has_aborted = is_rank & (acquire_ranks(abort, ep_size, RANKS) == epoch)
+        has_aborted = is_rank & (poll_ranks(abort, ep_size, RANKS, "relaxed") == epoch)
         num_late = count_late(values, epoch, ep_size, RANKS)
         limit = tl.where(tl.max(has_aborted.to(tl.int32), axis=0) == 0, limit, 0)
     if num_late > 0:
@@ -156,8 +156,14 @@ def read_by_one(word):
 @triton.jit
 def acquire_ranks(flags, ep_size, RANKS: tl.constexpr):
     """Values of the epoch flags of all ranks, acquired at system scope; what their ranks stored before is seen."""
+    return poll_ranks(flags, ep_size, RANKS, "acquire")
+
+
+@triton.jit
+def poll_ranks(flags, ep_size, RANKS: tl.constexpr, SEM: tl.constexpr):
+    """Words that all ranks store, `[ep_size]`, as they are in memory now."""
     peer = lanes(RANKS)
-    return tl.atomic_add(flags + peer, peer * 0, mask=peer < ep_size, sem="acquire", scope="sys")
+    return tl.atomic_add(flags + peer, peer * 0, mask=peer < ep_size, sem=SEM, scope="sys")
 
 
 @triton.jit

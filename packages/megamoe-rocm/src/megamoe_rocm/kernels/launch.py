@@ -38,6 +38,7 @@ EXPERTS = 64  # experts that routing and planning handle at a time; more take se
 RANKS = 8  # ranks at most: GPUs of one node
 BLOCKS = 64  # blocks that planning handles at a time
 ROWS, COLUMNS = 8, 1024  # tokens and columns of one program of quantisation and combine
+COPY_CHUNKS = 32  # times 8 bytes of each of ROWS rows, that one program copies
 PULL_WORDS, PULL_SCALES = 256, 256  # words and scale bytes of a row that one step of a pull moves
 
 
@@ -108,8 +109,9 @@ class CallTensors:
     """One rank's tensors of one call, checked.
 
     Args:
-        hidden_states: `[T, H]` BF16, or the payload of rows in the mode's format, as uint8.
-        hidden_scales: uint8 scales of such rows, or None.
+        hidden_states: `[T, H]` BF16, rows a multiple of 16 apart, or the payload of rows in the mode's format, as
+            uint8.
+        hidden_scales: uint8 scales of such rows, or None. Their rows, and the payload's, are a multiple of 8 apart.
         topk_ids: `[T, K]` int32 or int64, contiguous.
         topk_weights: `[T, K]` FP32, contiguous.
         weights: tensors of `weights.prepare`.
@@ -263,7 +265,7 @@ class RankCall:
         for name, source in (("input_payload", call.hidden_states), ("input_scales", call.hidden_scales)):
             yield Launch(
                 kernel=copy_input,
-                grid=(ceil_div(num_rows, ROWS), ceil_div(source.shape[1], COLUMNS)),
+                grid=(ceil_div(num_rows, ROWS), ceil_div(source.shape[1], 8 * COPY_CHUNKS)),
                 arguments={
                     "source": source,
                     "target": self.memory.bytes(name),
@@ -273,7 +275,7 @@ class RankCall:
                     "source_stride": source.stride(0),
                     "target_stride": self._row_bytes(name),
                 },
-                constants={"ROWS": ROWS, "COLUMNS": COLUMNS},
+                constants={"ROWS": ROWS, "CHUNKS": COPY_CHUNKS},
             )
 
     def count(self, call: CallTensors) -> Launch:
@@ -301,7 +303,7 @@ class RankCall:
     def push(self, call: CallTensors) -> Launch:
         """Push entries and counts to the owners and publish them."""
         return Launch(
-            kernel=push_entries,
+            kernel=self._in_language(push_entries),
             grid=self._pick_grid(call),
             arguments={
                 "topk_ids": call.topk_ids,
@@ -321,7 +323,7 @@ class RankCall:
                 "launch_words": launch_words(self.rings),
                 "join": int(LaunchCounter.ROUTED),
             },
-            constants={"TILE": PICKS, "EXPERTS": EXPERTS, "RANKS": RANKS, "WAVES": WAVES, "LANES": self.target.lanes},
+            constants={"TILE": PICKS, "RANKS": RANKS, "WAVES": WAVES, "LANES": self.target.lanes},
         )
 
     def plan(self) -> Launch:
@@ -499,7 +501,10 @@ class RankCall:
     # -- parts of them ------------------------------------------------------------------------------------------
 
     def _in_language(self, kernel: Any) -> Any:
-        """A persistent stage in the language of its main loop: its source is Triton and Gluon at once."""
+        """A kernel whose source is Triton and Gluon at once, in the language of the main loop.
+
+        Besides the persistent stages, one that stores to other ranks: in Gluon it does so by `store_through`.
+        """
         return _as_gluon(kernel) if self.target.main_loop is MainLoop.CDNA4 else kernel
 
     @property

@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe_rocm.kernels.axes import lanes
 from megamoe_rocm.kernels.flags import arrive, call_epoch, peer_address, publish
+from megamoe_rocm.kernels.stores import drain, store_through
 
 
 @triton.jit
@@ -25,7 +27,7 @@ def clear(words, num_words, TILE: tl.constexpr):
 def load_picks(topk_ids, device_num_tokens, num_rows, top_k, num_experts, TILE: tl.constexpr):
     """This program's picks: their numbers, ids (0 where there is no expert), which have one, which are out of range."""
     num_picks = tl.minimum(tl.load(device_num_tokens), num_rows) * top_k
-    pick = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    pick = tl.program_id(0) * TILE + lanes(TILE)
     ids = tl.load(topk_ids + pick, mask=pick < num_picks, other=-1)
     is_expert = (ids >= 0) & (ids < num_experts)
     out_of_range = (ids < -1) | (ids >= num_experts)
@@ -117,7 +119,6 @@ def push_entries(
     launch_words,
     join,
     TILE: tl.constexpr,
-    EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
     WAVES: tl.constexpr,
     LANES: tl.constexpr,
@@ -144,16 +145,19 @@ def push_entries(
     entry = (weight.to(tl.int64) << 32) | pick.to(tl.int64)
     address = peer_address(peers, expert // num_local_experts, entries_offset)
     address += (tl.cast(rank, tl.int64) * capacity * top_k + place) * 8
-    tl.store(address.to(tl.pointer_type(tl.int64)), entry, mask=is_expert, cache_modifier=".wt")
+    store_through(address.to(tl.pointer_type(tl.int64)), entry, is_expert, 8)
+    drain(WAVES)
 
     joined = launch_counters + (call & 1) * launch_words + join
     if arrive(joined, 1, WAVES, "sys", LANES) == WAVES * tl.num_programs(0) - 1:
         for owner in range(ep_size):
             target = peer_address(peers, owner, counts_offset) + tl.cast(rank, tl.int64) * num_local_experts * 4
-            for first in range(0, num_local_experts, EXPERTS):
-                local = first + tl.arange(0, EXPERTS)
+            for first in range(0, num_local_experts, TILE):
+                local = first + lanes(TILE)
                 inside = local < num_local_experts
                 counts = tl.load(totals + owner * num_local_experts + local, mask=inside, other=0)
-                tl.store(target.to(tl.pointer_type(tl.int32)) + local, counts, mask=inside, cache_modifier=".wt")
-        arrive(joined, 0, WAVES, "sys", LANES)
+                store_through(target.to(tl.pointer_type(tl.int32)) + local, counts, inside, 4)
+        drain(WAVES)
+        if LANES == 32:
+            tl.debug_barrier()  # one warp publishes what all have stored; for gfx950 Triton puts a barrier there itself
         publish(peers, rank, ep_size, published_offset, call, RANKS)

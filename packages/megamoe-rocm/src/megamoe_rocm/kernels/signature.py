@@ -25,6 +25,7 @@ MULTIPLES_OF_16 = frozenset(
     {
         "hidden_size",
         "intermediate_size",
+        "hidden_stride",
         "payload_stride",
         "scales_stride",
         "target_stride",
@@ -35,8 +36,8 @@ MULTIPLES_OF_16 = frozenset(
         "combine_row_bytes",
     }
 )
-"""Sizes and strides that `planning.check_limits` and `schedule.workspace` make such multiples. The caller's strides
-(`hidden_stride`, `source_stride`) are not among them."""
+"""Sizes and strides that `planning.check_limits` and `schedule.workspace` make such multiples, and `hidden_stride`,
+which a session does. `source_stride`, of rows of scales as well, is not among them."""
 
 CDNA4_ATTRIBUTES = "amdgpu-agpr-alloc=0,amdgpu-sched-strategy=max-ilp"
 """For two workgroups on a compute unit: 256 registers a lane, none of them set aside for accumulation, which LLVM would

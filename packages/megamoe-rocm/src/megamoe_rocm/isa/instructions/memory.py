@@ -309,11 +309,11 @@ def _scalar_load(item: Instruction, count: int) -> Step:
 
 
 def _time(item: Instruction) -> Step:
-    """S_MEMTIME: the number of instructions that all waves have executed."""
+    """S_MEMTIME: instructions that all waves have executed, and some more: a clock does not begin with a kernel."""
     target = parse(item.operands[0])
 
     def step(wave: Wave) -> None:
-        wave.write64(target.index, wave.group.machine.steps)
+        wave.write64(target.index, wave.group.machine.clock)
         wave.lgkm.append(Access(registers=target.registers, ordered=False))
         wave.pending |= target.registers
 
