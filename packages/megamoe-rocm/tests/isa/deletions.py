@@ -290,18 +290,21 @@ ONE_MODE = frozenset(("copy_input", COUNT, PUSH, PLAN))
 # Why a kernel may do without an instruction, by mnemonic, or by its text where registers tell it apart; with a cache
 # operation goes its wait. It is deleted all the same: where one of several is needed, its deletion is noticed.
 PUBLISHES = "equivalent: it moves those that publish to the first lanes, where they are"
+RARE = "shows only where a flag is raised after the launch began and before its first look: in none of these schedules"
 ITS_OWN = "equivalent: only the lane that has the value already uses it"
 ARRIVES = "equivalent: the wave waits for its stores once more where it arrives"
 ARGUED: Mapping[tuple[str, str], str] = {
     (COUNT, "buffer_wbl2"): "equivalent: later launches read what it stored; its last program reads what atomics did",
     (PUSH, "buffer_inv"): "equivalent: what is read after it, earlier launches have written",
     (PUSH, "s_waitcnt vmcnt(0)"): ARRIVES,
+    (PLAN, "buffer_inv"): RARE,
     (PLAN, "ds_read_b32 v5, v6"): ITS_OWN,
     (STAGE_1, "buffer_inv"): "outside of the model: a launch begins with all that was in memory then",
     (STAGE_1, "s_waitcnt vmcnt(0)"): ARRIVES,
     (STAGE_2, "buffer_inv"): "equivalent: it is followed by a read of status alone, past the caches",
     (STAGE_2, "ds_permute_b32"): PUBLISHES,
     (STAGE_2, "s_waitcnt vmcnt(0)"): ARRIVES,
+    (COMBINE, "buffer_inv"): RARE,
     (COMBINE, "buffer_wbl2"): "equivalent: later launches and the host alone read what it stored",
     (COMBINE, "ds_read_b32 v5, v7"): ITS_OWN,
     (COMBINE, "ds_permute_b32"): PUBLISHES,

@@ -7,6 +7,7 @@ from functools import cache
 from types import ModuleType
 
 import pytest
+import torch
 
 from megamoe_rocm.aot import Expectation, check
 from megamoe_rocm.isa import DeadlockError, ExecutionFault
@@ -88,6 +89,30 @@ def test_a_device_that_holds_one_workgroup(layers: ModuleType) -> None:
 def test_biases_and_a_limit(layers: ModuleType) -> None:
     layer, device = emulated(layers, seed=5, expert_bias=True, activation="swiglu_oai", swiglu_limit=0.7)
     assert run_calls(layers, layer, device, [(12, 5)])
+
+
+def test_rows_of_wider_tensors(layers: ModuleType) -> None:
+    """Which kernels could not read by words: they give the bits of rows that lie side by side."""
+    from megamoe_rocm.isa.session import EMULATED, open_emulated
+    from megamoe_rocm.planning import make_plan
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        wide = torch.empty(len(tensor), tensor.shape[1] + 1, dtype=tensor.dtype)
+        wide[:, :-1] = tensor
+        return wide[:, :-1]
+
+    problem = layers.problem(quant="a8w4")
+    inputs = layers.random_inputs(problem, (5, 3))
+    quantized = [layers.as_format(problem, rows) for rows in inputs.hidden_states]
+    pairs = [(cut(rows.payload.view(torch.uint8)), cut(rows.scales)) for rows in quantized]
+    pairs = [(payload.view(torch.float8_e4m3fn), scales) for payload, scales in pairs]
+    with open_emulated(make_plan(problem, EMULATED), seed=1, programs=shared_programs()) as session:
+        weights = [session.prepare(layers.random_weights(problem, rank)) for rank in range(2)]
+        kinds = (inputs.hidden_states, [cut(rows) for rows in inputs.hidden_states], pairs)
+        first, *others = [session.forward(rows, inputs.topk_ids, inputs.topk_weights, weights) for rows in kinds]
+        session.check()
+    for outs in others:
+        assert all(out.equal(right) for out, right in zip(outs, first, strict=True))
 
 
 @pytest.mark.parametrize("quant", ["a4w4", "a8w4"])
