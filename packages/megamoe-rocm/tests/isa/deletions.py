@@ -305,6 +305,7 @@ ARGUED: Mapping[tuple[str, str], str] = {
     (STAGE_2, "ds_permute_b32"): PUBLISHES,
     (STAGE_2, "s_waitcnt vmcnt(0)"): ARRIVES,
     (COMBINE, "buffer_inv"): RARE,
+    (COMBINE, "s_barrier"): "equivalent: it publishes that a wait has given up, and nothing else stored before is read",
     (COMBINE, "buffer_wbl2"): "equivalent: later launches and the host alone read what it stored",
     (COMBINE, "ds_read_b32 v5, v7"): ITS_OWN,
     (COMBINE, "ds_permute_b32"): PUBLISHES,
@@ -389,7 +390,8 @@ def many_schedules(program: Program, scenes: Sequence[Scene], indices: Sequence[
     def subject(mutant: Program, seed: int) -> bool:
         return mutant is program or scene.is_right(program, mutant, seed)
 
-    return delete_each(program, subject, indices, seeds=MANY_SEEDS).outcomes
+    outcomes = delete_each(program, subject, indices, seeds=MANY_SEEDS).outcomes
+    return [outcome for outcome in outcomes if outcome.noticed]  # others need not be executed there
 
 
 def reasons(program: Program, subject: Callable[[Program, int], bool]) -> dict[int, str]:
