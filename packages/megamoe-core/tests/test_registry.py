@@ -205,6 +205,13 @@ def test_the_only_usable_gpu_backend_is_taken(install: Installer, caplog: pytest
     assert reasons(selection_report()) == {"cuda": Reason.OK, "rocm": Reason.NO_DEVICE, "reference": Reason.OK}
 
 
+@pytest.mark.parametrize("gpu", [None, "H200"])
+def test_a_backend_of_ones_own_comes_before_the_reference(install: Installer, gpu: str | None) -> None:
+    install(gpu=gpu, cuda=WithoutDevice, other=FakeBackend, reference=Reference)
+    report = selection_report("auto", PROBLEM)
+    assert (report.chosen, report.why) == ("other", "the only usable backend but the reference")
+
+
 def test_two_usable_ones_are_not_chosen_between(install: Installer) -> None:
     install(gpu="H200", cuda=Usable, other=FakeBackend, reference=Reference)
     with pytest.raises(NoBackendError, match=r"several are usable \(cuda, other\): name one or set MEGAMOE_BACKEND"):

@@ -86,9 +86,7 @@ class MoEProblem:
         if self.act_format is not None:
             object.__setattr__(self, "act_format", member("act_format", ActFormat, self.act_format))
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_max_tokens_per_rank", "ep_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is not a positive integer", got=repr(value), expected="an int >= 1")
+            require_positive(name, getattr(self, name))
         if self.top_k > MAX_TOP_K:
             raise ConfigError("top_k is too large", got=self.top_k, expected=f"1 to {MAX_TOP_K}")
         if self.ep_size > MAX_EP_SIZE:
@@ -131,6 +129,12 @@ def require_problem(problem: object) -> None:
             expected="a megamoe.MoEProblem",
             hint="MoEProblem(hidden_size=..., intermediate_size=..., num_experts=..., top_k=..., ...)",
         )
+
+
+def require_positive(name: str, value: object) -> None:
+    """Raise ConfigError, which calls it `name`, for what is no int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is not a positive integer", got=repr(value), expected="an int >= 1")
 
 
 def member(name: str, enum: type[_E], value: object) -> _E:

@@ -148,7 +148,7 @@ def _not_asked_for(candidate: Candidate, wanted: str) -> Candidate:
 
 
 def _choose_automatically(known: tuple[Candidate, ...]) -> SelectionReport:
-    """The single usable GPU backend; without any GPU, the reference. A GPU is never left idle in silence."""
+    """The single usable backend beside the reference; without any GPU, the reference, so that none is left idle."""
     usable = [candidate.name for candidate in known if candidate.verdict.ok and candidate.name != REFERENCE]
     if len(usable) == 1:
         return SelectionReport(candidates=known, chosen=usable[0], why="the only usable backend but the reference")
@@ -179,8 +179,8 @@ def gpu_name() -> str | None:
 def select_backend(name: str = "auto", problem: MoEProblem | None = None) -> Backend:
     """Find the backend to use.
 
-    The explicit name comes first, then `MEGAMOE_BACKEND`, then the only GPU backend that is usable here, then, on a
-    machine without a GPU, the CPU reference, with one warning.
+    The explicit name comes first, then `MEGAMOE_BACKEND`, then the only backend beside the reference that is usable
+    here, whatever it runs on, then, on a machine without a GPU, the CPU reference, with one warning.
 
     Args:
         name: "auto", "reference", "cuda", "rocm", or the name of any installed backend.

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from megamoe.errors import ConfigError
 from megamoe.integrations.versions import require_version
-from megamoe.problem import ActFormat, QuantMode, Transport
+from megamoe.problem import ActFormat, QuantMode, Transport, member, require_positive
+from megamoe.registry import VENDOR_PACKAGES, installed_backends
 
 if TYPE_CHECKING:
     from megamoe.integrations.transformers_experts import Adapter
@@ -54,6 +55,9 @@ class ExpertsOptions:
         keep_parameters: False drops a layer's parameters once they are prepared, for backends that prepare a copy. The
             model then can't be saved, or run by another implementation.
         metrics: count rows per expert, for each layer: `Adapter.metrics`.
+
+    Raises:
+        ConfigError: an option that no layer could be run with.
     """
 
     num_max_tokens_per_rank: int = 8192
@@ -66,11 +70,20 @@ class ExpertsOptions:
     metrics: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "unsupported", Unsupported(self.unsupported))
-            object.__setattr__(self, "quant", None if self.quant is None else QuantMode(self.quant))
-        except ValueError as error:
-            raise ConfigError(f"unknown option: {error}", expected="see ExpertsOptions") from None
+        require_positive("num_max_tokens_per_rank", self.num_max_tokens_per_rank)
+        names = sorted({"auto", *installed_backends(), *VENDOR_PACKAGES})
+        if self.backend not in names:
+            raise ConfigError("unknown backend", got=repr(self.backend), expected=" or ".join(names))
+        enums: dict[str, type[StrEnum]] = {"unsupported": Unsupported, "transport": Transport}
+        optional: dict[str, type[StrEnum]] = {"quant": QuantMode, "act_format": ActFormat}
+        enums.update((name, enum) for name, enum in optional.items() if getattr(self, name) is not None)
+        for name, enum in enums.items():
+            object.__setattr__(self, name, member(name, enum, getattr(self, name)))
+        if self.act_format is not None and self.quant not in (None, QuantMode.A8W4):
+            raise ConfigError("act_format is a choice of a8w4 only", got=f"quant {self.quant}", expected="quant a8w4")
+        for name in ("keep_parameters", "metrics"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is not a bool", got=repr(getattr(self, name)), expected="True or False")
 
 
 _adapters: dict[str, Adapter] = {}
@@ -97,7 +110,8 @@ def register(
         the adapter, whose `close()` gives back what its sessions hold.
 
     Raises:
-        ConfigError: transformers is missing or outside of the supported range, or `name` stands for something else.
+        ConfigError: transformers is missing or outside of the supported range, `name` stands for something else, or an
+            option is none of `ExpertsOptions`.
     """
     require_version("transformers", SUPPORTED)
     from megamoe.integrations import transformers_experts
