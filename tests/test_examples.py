@@ -1,4 +1,4 @@
-"""Examples that no other test runs, on CPU ranks."""
+"""Examples that no other test runs, and the README's, on CPU ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+REPOSITORY = Path(__file__).parents[1]
+EXAMPLES = REPOSITORY / "examples"
+
+
+def test_the_code_of_the_readme_runs_as_it_is() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["torch.Size([100,", "1024])", "cpu"]
 
 
 def test_an_engine_loop_on_two_ranks() -> None:
