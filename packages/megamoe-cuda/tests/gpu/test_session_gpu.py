@@ -201,7 +201,7 @@ def ranks_apart(problem: MoEProblem, *timeouts_s: float) -> Iterator[tuple[CudaS
         assert isinstance(whole, CudaSession)
         alone = []
         for rank, timeout_s in enumerate(timeouts_s):
-            group: Any = SimpleNamespace(rank=rank, barrier=lambda **_: None)
+            group: Any = SimpleNamespace(rank=rank, barrier=lambda **_: None, if_a_rank_died=None)
             session = CudaSession(
                 BACKEND.plan(problem),
                 group=group,
