@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megamoe.testing.plugin import STRESS_SEEDS
 
@@ -99,10 +100,14 @@ def test_header_names_what_is_tested(pytester: pytest.Pytester) -> None:
     [
         (["--backend=tpu"], "*backend tpu can't be tested here: not_installed: installed are *"),
         (["--ranks=threads", "--device=cuda"], "*--ranks=threads is for CPU backends*"),
+        (["--device=cuda"], "*torch sees no GPU here: a backend that computes on CPUs needs --device=cpu*"),
     ],
-    ids=["unknown", "threads-on-gpu"],
+    ids=["unknown", "threads-on-gpu", "no-gpu"],
 )
-def test_what_cant_be_tested_is_a_usage_error(pytester: pytest.Pytester, options: list[str], message: str) -> None:
+def test_what_cant_be_tested_is_a_usage_error(
+    pytester: pytest.Pytester, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pytester.makepyfile("def test_nothing(workbench): pass")
     result = pytester.runpytest(*PLUGIN, *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR

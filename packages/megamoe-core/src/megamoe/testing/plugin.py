@@ -74,6 +74,8 @@ def _make_workbench(config: pytest.Config) -> Workbench:
         raise pytest.UsageError(f"backend {name} does not claim {Capability.VIRTUAL_RANKS}: use --ranks=processes")
     if ranks == "threads" and device.type != "cpu":
         raise pytest.UsageError("--ranks=threads is for CPU backends: ranks on GPUs are virtual or processes")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("torch sees no GPU here: a backend that computes on CPUs needs --device=cpu")
     return Workbench(backend, device, ranks, _ep_sizes(config.getoption("--ep-sizes"), device, ranks))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megamoe.backend import Capability
 from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.launch import RankProcessError
 from megamoe.testing.cases import Case, uneven
@@ -149,6 +150,7 @@ def test_killed_rank(workbench: Workbench, victim: int) -> None:
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_uneven_pattern_of_every_rank(workbench: Workbench, ep_size: int) -> None:
     """Each rank in turn is the one with the most tokens, the fewest, none."""
+    workbench.require_capability(Capability.BATCH_INVARIANT)
     size = workbench.largest_ep(4 * ep_size)
     case = workbench.any_case(ep_size=size, tokens=(24,) * size, capacity=24)
     calls = workbench.calls(case)
