@@ -91,7 +91,7 @@ class NoBackendError(BackendError):
 
 
 class SessionError(MegaMoEError):
-    """A session that was used after `close()`, or after a failure without `reset()`."""
+    """A session that was used after `close()`, after a failure without `reset()`, or in the child of a fork."""
 
 
 class CaptureError(SessionError):
