@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,37 @@ def test_what_is_read_back(kernels) -> None:
 def test_the_same_source_gives_the_same_bytes(kernels) -> None:
     assert scale_kernel(kernels).sha256 == scale_kernel(kernels).sha256
     assert scale_kernel(kernels).sha256 != scale_kernel(kernels, num_warps=8).sha256
+
+
+CALLS_PYTHON = """
+import triton
+import triton.language as tl
+
+def number(_semantic=None):
+    return tl.constexpr({number})
+
+number.__triton_builtin__ = True
+
+@triton.jit
+def store_number(x):
+    tl.store(x, number())
+"""
+
+
+def test_a_change_of_what_a_kernel_calls_meanwhile_is_seen(tmp_path: Path) -> None:
+    """Triton's own cache would give the first one again: it knows the kernel's source only."""
+    built = []
+    for number in (3, 4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "source.py").write_text(CALLS_PYTHON.format(number=number))
+        spec = importlib.util.spec_from_file_location("source", folder / "source.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        built.append(compile_kernel(module.store_number, parameters={"x": pointer("i32")}).hsaco)
+    assert built[0] != built[1]
 
 
 def test_a_code_object_is_saved_and_loaded(kernels, tmp_path: Path) -> None:

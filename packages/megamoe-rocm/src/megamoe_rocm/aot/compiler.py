@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megamoe_rocm.aot.code_object import WAVE_SIZE, CodeObject
@@ -103,8 +105,10 @@ def compile_kernel(
     source = _source(triton, kernel, parameters, constants)
     target = triton.backends.compiler.GPUTarget("hip", TARGET, WAVE_SIZE)
     try:
-        with triton.knobs.compilation.scope():
+        with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
             triton.knobs.compilation.disable_line_info = True  # the same bytes wherever the source is
+            # Triton's cache knows the source of what it translates, not of functions that it calls meanwhile.
+            triton.knobs.cache.dir = str(Path(triton.knobs.cache.dir) / _sources(kernel))
             built = triton.compile(source, target=target, options=options.triton())
     except Exception as error:  # Triton raises MLIR's, Python's and its own exceptions
         raise BuildError(
@@ -119,6 +123,12 @@ def compile_kernel(
         build={"triton": triton.__version__, "options": asdict(options), "constants": _printable(constants)},
         assembly=built.asm["amdgcn"],
     )
+
+
+def _sources(kernel: Any) -> str:
+    """Digest of all source files beside a kernel's own."""
+    files = sorted(Path(kernel.fn.__code__.co_filename).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def import_triton() -> ModuleType:
