@@ -58,7 +58,7 @@ def test_plan_says_what_a_session_would_allocate(megamoe: Call) -> None:
     text = megamoe("plan", *SIZES, "--backend", "reference").stdout
     for array in plan["workspace"]:
         assert array["array"] in text
-    assert "weights of a rank: 768.2 MiB" in text
+    assert "weights of a rank: 768.2 MiB a layer" in text
 
 
 def test_plan_takes_sizes_from_a_checkpoint(megamoe: Call, checkpoints: dict[str, Path]) -> None:

@@ -123,7 +123,7 @@ def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None)
 
 def _print(plan: Plan) -> None:
     say(f"[bold]{plan.backend}[/] on {plan.device.name}, configuration {plan.config.name}")
-    say(f"weights of a rank: {bytes_text(weight_bytes(plan.problem))}, biases left out")
+    say(f"weights of a rank: {bytes_text(weight_bytes(plan.problem))} a layer, biases left out")
     settings = Table("setting", "value", title="configuration", title_justify="left")
     for field in fields(plan.config):
         if field.name != "name":
