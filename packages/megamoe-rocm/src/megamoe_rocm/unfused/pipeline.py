@@ -67,7 +67,7 @@ class UnfusedPipeline:
         """COLLECTIVE, stream-ordered. `[T, H]` BF16; the next call may overwrite it.
 
         Args:
-            hidden_states: `[T, H]` BF16.
+            hidden_states: `[T, H]` BF16, contiguous.
             topk_ids: `[T, top_k]` int32, global ids.
             topk_weights: `[T, top_k]` FP32.
             weights: this rank's, tensors of `weights.prepare`.
