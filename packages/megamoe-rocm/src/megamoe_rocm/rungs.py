@@ -42,9 +42,9 @@ PLANNED_FOR: Mapping[Rung, DeviceSpec] = {
 
 SEEN_RIGHT_ON: Mapping[Rung, str | None] = {
     Rung.GFX950: None,
-    Rung.NVIDIA: "NVIDIA H200s, 2026-11-30, 5760c66 to e64aa52: the matrix, virtual ranks and two processes",
+    Rung.NVIDIA: "NVIDIA H200s, 2026-11-30, 5760c66 to c56f630: the matrix, virtual ranks, two and four processes",
     Rung.INTERPRETER: "a CPU, 2026-11-30: the matrix with virtual ranks (3d63f49), its smoke layer over processes",
-    Rung.ISA: "a CPU, 2026-11-30: the matrix at EP sizes 1 and 2 (3d63f49), four ranks in tests/isa/test_layer.py",
+    Rung.ISA: "a CPU, 2026-11-30: the matrix at EP sizes 1 and 2 (4b1fdaa), four ranks in tests/isa/test_layer.py",
 }
 """Where and when the conformance matrix passed on a rung, or as much of it as there was time for; None: nothing has run
 there, so nothing is claimed there."""
