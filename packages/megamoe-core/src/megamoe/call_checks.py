@@ -13,6 +13,7 @@ from megamoe.errors import CapacityError, InputError
 from megamoe.formats import Quantized
 from megamoe.problem import MoEProblem
 from megamoe.stages.route import out_of_range
+from megamoe.tensors import is_on
 
 ARGUMENTS = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")  # of `Session.forward`
 
@@ -98,6 +99,16 @@ def refuse_gradients(payload: Any, topk_weights: Any) -> None:
             )
 
 
+def require_aligned(name: str, tensor: Tensor, alignment: int) -> None:
+    """Raise InputError, which calls it `name`, for a tensor whose first byte is at no multiple of `alignment`."""
+    if tensor.data_ptr() % alignment:
+        raise InputError(
+            f"{name} is not aligned to {alignment} bytes",
+            got=hex(tensor.data_ptr()),
+            expected=f"a multiple of {alignment}",
+        )
+
+
 def overlaps(first: Tensor, second: Tensor) -> bool:
     """Whether two contiguous tensors have bytes in common."""
     begins = first.data_ptr(), second.data_ptr()
@@ -170,8 +181,7 @@ def valid_rows(num_tokens: Any, num_rows: int, device: torch.device) -> int | Te
         return num_tokens
     if not isinstance(num_tokens, Tensor):
         raise InputError("num_tokens is no count", got=repr(num_tokens), expected="an int, or one int32")
-    there = num_tokens.device.type == device.type and device.index in (None, num_tokens.device.index)
-    if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or not there:
+    if num_tokens.dtype != torch.int32 or num_tokens.numel() != 1 or not is_on(device, num_tokens):
         raise InputError(
             "num_tokens is no device-side count",
             got=f"{tuple(num_tokens.shape)} {num_tokens.dtype} on {num_tokens.device}",

@@ -259,6 +259,11 @@ class PreparedWeights:
             )
 
 
+def is_on(device: torch.device, tensor: Tensor) -> bool:
+    """Whether `tensor` is there; a device without an index is any of its type."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+
+
 def require_prepared(weights: object, *, backend: str, layout: str, problem: MoEProblem, device: torch.device) -> None:
     """Refuse what is no prepared weights, or was prepared for anything but this: a session's check of an argument.
 
@@ -275,7 +280,7 @@ def require_prepared(weights: object, *, backend: str, layout: str, problem: MoE
         )
     weights.require(backend=backend, layout=layout, problem=problem)
     for name, tensor in weights.tensors.items():
-        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        if not is_on(device, tensor):
             raise InputError(
                 f"prepared weights on another device: {name}",
                 got=tensor.device,

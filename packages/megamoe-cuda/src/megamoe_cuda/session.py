@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import HiddenStates, Plan, StageTaps
-from megamoe.call_checks import by_rank, check_call, overlaps, refuse_gradients, require_ids, valid_rows
+from megamoe.call_checks import (
+    by_rank,
+    check_call,
+    overlaps,
+    refuse_gradients,
+    require_aligned,
+    require_ids,
+    valid_rows,
+)
 from megamoe.device_session import DeviceSession
 from megamoe.errors import (
     CaptureError,
@@ -170,10 +178,10 @@ class CudaSession(DeviceSession):
         if out is None:
             out = torch.empty(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
         else:
-            _require_aligned("out", out)
+            require_aligned("out", out, ALIGNMENT)
             if num_tokens is not None and overlaps(out, payload):
                 payload = payload.clone()  # what follows would wipe it
-        _require_aligned("hidden_states", payload)
+        require_aligned("hidden_states", payload, ALIGNMENT)
         if num_tokens is not None:
             out.zero_()  # the kernel writes valid rows only
         tensors = weights.tensors
@@ -421,15 +429,6 @@ def _payload_and_scales(hidden_states: Any) -> tuple[Any, Any]:
     if isinstance(hidden_states, tuple | list) and len(hidden_states) == 2:
         return hidden_states[0], hidden_states[1]
     return hidden_states, None  # nothing that is taken: the checks say so
-
-
-def _require_aligned(name: str, tensor: Tensor) -> None:
-    if tensor.data_ptr() % ALIGNMENT:
-        raise InputError(
-            f"{name} is not aligned to {ALIGNMENT} bytes",
-            got=hex(tensor.data_ptr()),
-            expected=f"a multiple of {ALIGNMENT}",
-        )
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import HiddenStates, Plan, StageTaps
-from megamoe.call_checks import by_rank, check_call, require_ids, valid_rows
+from megamoe.call_checks import by_rank, check_call, require_aligned, require_ids, valid_rows
 from megamoe.device_session import DeviceSession
 from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.formats import Quantized, activation_format
@@ -195,12 +195,7 @@ class RocmSession(DeviceSession):
         payload, scales = _payload_and_scales(hidden_states)
         if out is None:
             out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
-        if out.data_ptr() % ALIGNMENT:
-            raise InputError(
-                f"out is not aligned to {ALIGNMENT} bytes",
-                got=hex(out.data_ptr()),
-                expected=f"a multiple of {ALIGNMENT}",
-            )
+        require_aligned("out", out, ALIGNMENT)
         return CallTensors(
             hidden_states=payload,
             hidden_scales=scales,

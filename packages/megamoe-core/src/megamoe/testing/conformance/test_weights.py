@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megamoe.backend import Capability
-from megamoe.errors import FormatError, InputError, LayoutError
+from megamoe.errors import FormatError, InputError, LayoutError, MegaMoEError
 from megamoe.problem import QuantMode
 from megamoe.tensors import ExpertWeights, PreparedWeights
 from megamoe.testing.cases import A4W4, A8W4, A8W4_FP8, BF16, Case, Mode
@@ -149,20 +149,30 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize("change", OTHERS)
-def test_prepared_for_something_else(
-    workbench: Workbench, change: Callable[[PreparedWeights], PreparedWeights]
+def check_refused(
+    workbench: Workbench,
+    change: Callable[[PreparedWeights], PreparedWeights],
+    error: type[MegaMoEError],
+    match: str,
 ) -> None:
-    """Prepared weights carry what they were prepared for, and `forward` compares it before anything is sent."""
+    """`forward` refuses what `change` makes of prepared weights, and goes on with good ones."""
     case = workbench.any_case(tokens=(5,))
     calls = workbench.calls(case)
     with workbench.open(case.problem) as session:
         good, bad = session.prepare(workbench.shards(case)), session.prepare(workbench.shards(case))
         expected = session.forward(calls, good)
         session.change_weights(bad, change)
-        with pytest.raises(LayoutError, match="prepared for something else"):
+        with pytest.raises(error, match=match):
             session.forward(calls, bad)
         check_same_bits(session.forward(calls, good), expected, "after refused weights")
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_prepared_for_something_else(
+    workbench: Workbench, change: Callable[[PreparedWeights], PreparedWeights]
+) -> None:
+    """Prepared weights carry what they were prepared for, and `forward` compares it before anything is sent."""
+    check_refused(workbench, change, LayoutError, "prepared for something else")
 
 
 def _elsewhere(prepared: PreparedWeights) -> PreparedWeights:
@@ -171,15 +181,7 @@ def _elsewhere(prepared: PreparedWeights) -> PreparedWeights:
 
 def test_weights_on_another_device(workbench: Workbench) -> None:
     """They can be stored and loaded elsewhere; a kernel would read addresses of another memory."""
-    case = workbench.any_case(tokens=(5,))
-    calls = workbench.calls(case)
-    with workbench.open(case.problem) as session:
-        good, bad = session.prepare(workbench.shards(case)), session.prepare(workbench.shards(case))
-        expected = session.forward(calls, good)
-        session.change_weights(bad, _elsewhere)
-        with pytest.raises(InputError, match="prepared weights on another device"):
-            session.forward(calls, bad)
-        check_same_bits(session.forward(calls, good), expected, "after refused weights")
+    check_refused(workbench, _elsewhere, InputError, "prepared weights on another device")
 
 
 def _tensors_alone(prepared: PreparedWeights) -> Any:
@@ -188,15 +190,7 @@ def _tensors_alone(prepared: PreparedWeights) -> Any:
 
 def test_weights_that_are_not_prepared(workbench: Workbench) -> None:
     """`forward` takes nothing but prepared weights, and says so before anything is sent."""
-    case = workbench.any_case(tokens=(5,))
-    calls = workbench.calls(case)
-    with workbench.open(case.problem) as session:
-        good, bad = session.prepare(workbench.shards(case)), session.prepare(workbench.shards(case))
-        expected = session.forward(calls, good)
-        session.change_weights(bad, _tensors_alone)
-        with pytest.raises(InputError, match="are not prepared; got dict"):
-            session.forward(calls, bad)
-        check_same_bits(session.forward(calls, good), expected, "after refused weights")
+    check_refused(workbench, _tensors_alone, InputError, "are not prepared; got dict")
 
 
 WRONG: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
