@@ -7,32 +7,26 @@ expert, nothing is overwritten that is still read, and nobody waits for ever.
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from megamoe.errors import ConfigError
-from megamoe.problem import MoEProblem
 from megamoe.schedule.persistent import Unit, block_order
 from megamoe.schedule.protocol import Phase
 from megamoe_cuda.heuristics import AHEAD, CONVERTED_EXPERTS, session_config
 from megamoe_cuda.kernel_config import TileConfig
 
+sys.path.insert(0, str(Path(__file__).parent))
+from any_order import A8W4, Crew, Wait
+
 N_TILES = 3  # of each GEMM
 STAGES = 7  # of a matrix
 NUM_CTAS = 5
-A8W4 = MoEProblem(
-    hidden_size=4096,
-    intermediate_size=2048,
-    num_experts=32,
-    top_k=8,
-    num_max_tokens_per_rank=8192,
-    quant="a8w4",
-    act_format="fp8_1x128",
-)
-Wait = Callable[[], bool]
 
 
 @dataclass(kw_only=True)
@@ -95,16 +89,11 @@ class Call:
 def run(call: Call, seed: int) -> None:
     rng = random.Random(seed)
     roles = [call.convert(cta) for cta in range(NUM_CTAS)] + [call.multiply() for _ in range(NUM_CTAS)]
-    waiting: list[tuple[Iterator[Wait], Wait]] = [(role, lambda: True) for role in roles]
-    pace = [rng.random() for _ in waiting]  # some are slow
-    while waiting:
-        ready = [i for i, (_, wait) in enumerate(waiting) if wait()]
+    crew = Crew(roles, rng)
+    while crew.waiting:
+        ready = crew.ready()
         assert ready, "all wait for each other"
-        i = rng.choices(ready, [pace[i] + 0.01 for i in ready])[0]
-        try:
-            waiting[i] = (waiting[i][0], next(waiting[i][0]))
-        except StopIteration:
-            del waiting[i], pace[i]
+        crew.let_one_go_on(ready)
     assert all(call.is_done(phase, e) for phase in (Phase.GEMM1, Phase.GEMM2) for e in range(len(call.blocks)))
 
 

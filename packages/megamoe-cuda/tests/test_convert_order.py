@@ -7,30 +7,24 @@ and copies that land late and out of order.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from megamoe.errors import ConfigError
-from megamoe.problem import MoEProblem
 from megamoe_cuda.heuristics import CONVERTING_TILES, session_config, with_one_group
 from megamoe_cuda.kernel_config import TileConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from any_order import A8W4, Crew, Wait
 
 NUM_TILES = 20
 QUEUE_SLOTS = 4
 MATH_WARPGROUPS = 2
-A8W4 = MoEProblem(
-    hidden_size=4096,
-    intermediate_size=2048,
-    num_experts=32,
-    top_k=8,
-    num_max_tokens_per_rank=8192,
-    quant="a8w4",
-    act_format="fp8_1x128",
-)
 IN_PIPELINE = [tile for tile in CONVERTING_TILES.values() if not tile.converts_ahead]
-Wait = Callable[[], bool]
 
 
 @dataclass(kw_only=True)
@@ -130,29 +124,22 @@ class Stages:
 
 def run(stages: Stages, seed: int) -> None:
     rng = random.Random(seed)
-    waiting: list[tuple[Iterator[Wait], Wait]] = [
-        (role, lambda: True)
-        for role in (
-            stages.load_weights(),
-            stages.load_activations(),
-            *map(stages.convert, range(stages.num_groups)),
-            *map(stages.multiply, range(MATH_WARPGROUPS)),
-        )
-    ]
-    pace = [rng.random() for _ in waiting]  # some roles are slow
-    while waiting:
-        ready = [i for i, (_, wait) in enumerate(waiting) if wait()]
+    roles = (
+        stages.load_weights(),
+        stages.load_activations(),
+        *map(stages.convert, range(stages.num_groups)),
+        *map(stages.multiply, range(MATH_WARPGROUPS)),
+    )
+    crew = Crew(roles, rng)
+    while crew.waiting:
+        ready = crew.ready()
         assert ready or stages.landing, "all wait for each other"
         if stages.landing and (not ready or rng.random() < 0.3):
             place, k, barrier = stages.landing.pop(rng.randrange(len(stages.landing)))
             stages.contents[place] = k
             barrier.arrive()
             continue
-        i = rng.choices(ready, [pace[i] + 0.01 for i in ready])[0]
-        try:
-            waiting[i] = (waiting[i][0], next(waiting[i][0]))
-        except StopIteration:
-            del waiting[i], pace[i]
+        crew.let_one_go_on(ready)
 
 
 def stages_of(tile: TileConfig, k_blocks: int) -> Stages:
