@@ -15,16 +15,15 @@ from unittest import mock
 
 import torch
 
-from megamoe.problem import QuantMode
-from megamoe.testing.tolerances import ORACLE_GATES
-
 with suppress(ImportError, RuntimeError):  # where it has its operators, they are defined before others of their names
     import torchvision  # noqa: F401
 
 NO_GPU = mock.patch("torch.cuda.is_available", return_value=False)
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 with NO_GPU:
     import sglang_ranks as ranks
+    from on_device import check_layer
     from sglang.srt.plugins import load_plugins
     from sglang_models import exact, experts, write_config
 
@@ -41,19 +40,7 @@ def main() -> None:
     call = [tensor.to(device) for tensor in ranks.routing(NUM_TOKENS, 0)]
     y = ranks.call(layer, *call)
     expected = exact(experts(), *(tensor.cpu() for tensor in call))
-    distance = float((y.float().cpu() - expected).norm() / expected.norm())
-    session, gate = layer.quant_method.opened.session, ORACLE_GATES[QuantMode.A8W8].rel_l2
-    print(f"SGLang's layer, {type(session).__name__} on {y.device}: relL2 from FP32 {distance:.4f}, gate {gate}")
-    assert distance < gate
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = ranks.call(layer, *call)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(replayed, y)
-        print("a replay of its graph has the same bits")
+    check_layer("SGLang", layer.quant_method.opened.session, y, expected, lambda: ranks.call(layer, *call))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 import conftest  # noqa: F401  # tells vLLM that it has no kernels
 import vllm_layers_of_tests as layers
+from on_device import check_layer
 
 from megamoe.integrations import vllm as megamoe_vllm
-from megamoe.problem import QuantMode
 from megamoe.reference.oracle import oracle
-from megamoe.testing.tolerances import ORACLE_GATES
 
 NUM_TOKENS = 12
 
@@ -38,19 +38,7 @@ def main() -> None:
         y = layers.run(engine, runner, x, logits)
         weights, ids = (tensor.cpu() for tensor in runner.router.select_experts(x, logits))
         expected = oracle(session.plan.problem, x.cpu(), ids, weights, [layers.stored(layers.checkpoint())])
-        distance = float((y.float().cpu() - expected).norm() / expected.norm())
-        gate = ORACLE_GATES[QuantMode.A8W8].rel_l2
-        print(f"vLLM's layer, {type(session).__name__} on {y.device}: relL2 from FP32 {distance:.4f}, gate {gate}")
-        assert distance < gate
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                replayed = layers.run(engine, runner, x, logits)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert torch.equal(replayed, y)
-            print("a replay of its graph has the same bits")
+        check_layer("vLLM", session, y, expected, lambda: layers.run(engine, runner, x, logits))
 
 
 if __name__ == "__main__":
