@@ -99,6 +99,9 @@ def test_wrong_arguments_are_refused_before_a_launch() -> None:
             session.forward([torch.zeros(25, 512, dtype=torch.bfloat16), x[1]], ids, w, weights)
         with pytest.raises(InputError, match="virtual rank"):
             session.forward(x[0], ids, w, weights)
+        odd = torch.empty(1 + 8 * 512, dtype=torch.bfloat16)[1:].view(8, 512)
+        with pytest.raises(InputError, match="out is not aligned to 16 bytes"):
+            session.forward(x, ids, w, weights, out=[odd, None])
         for num_tokens in (9, 2.5, True, "8", torch.tensor([8])):
             with pytest.raises(InputError, match="num_tokens"):
                 session.forward(x, ids, w, weights, num_tokens=[num_tokens, 5])
