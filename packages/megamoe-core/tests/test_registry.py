@@ -231,6 +231,24 @@ def test_without_a_gpu_what_the_reference_does_not_run_is_an_error(install: Inst
         select_backend("auto", replace(PROBLEM, hidden_size=2048))
 
 
+@pytest.mark.parametrize(("name", "meant"), [("CUDA", "cuda"), ("Reference", "reference"), ("refrence", "reference")])
+def test_a_misspelt_name_is_guessed(install: Installer, monkeypatch: pytest.MonkeyPatch, name: str, meant: str) -> None:
+    install(cuda=Usable, reference=Reference)
+    message = f"{name} can't be used .*did you mean {meant}. installed are cuda, reference"
+    with pytest.raises(BackendUnavailableError, match=message):
+        select_backend(name)
+    monkeypatch.setenv("MEGAMOE_BACKEND", name)
+    with pytest.raises(BackendUnavailableError, match=message):
+        select_backend()
+
+
+@pytest.mark.parametrize("name", [None, "", 5, PROBLEM], ids=["none", "empty", "number", "swapped"])
+def test_what_is_no_name(install: Installer, name: Any) -> None:
+    install(reference=Reference)
+    with pytest.raises(ConfigError, match="unknown backend; got .*; expected auto or cuda or reference or rocm"):
+        select_backend(name, PROBLEM)
+
+
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_what_is_no_problem_is_no_backends_fault(install: Installer, name: str) -> None:
     install(reference=Reference)

@@ -571,7 +571,7 @@ def test_unknown_options_are_refused(engine: Any) -> None:
     for options in ({"capacity": 3}, {"unsupported": "eager"}, {"transport": "fp4"}, 7):
         config = made.config()
         config.additional_config = {"megamoe": options}
-        with pytest.raises(ConfigError, match="unknown option"):
+        with pytest.raises(ConfigError, match="unknown (option|unsupported|transport)"):
             made.build(config)
 
 

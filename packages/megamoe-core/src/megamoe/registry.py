@@ -6,6 +6,7 @@ reported with its error, never passed over in silence.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from typing import ParamSpec
 
 from megamoe import env
 from megamoe.backend import API_VERSION, Backend, Reason, Verdict
-from megamoe.errors import BackendError, BackendUnavailableError, NoBackendError, UnsupportedProblemError
+from megamoe.errors import BackendError, BackendUnavailableError, ConfigError, NoBackendError, UnsupportedProblemError
 from megamoe.problem import MoEProblem, require_problem
 
 ENTRY_POINT_GROUP = "megamoe.backends"
+AUTO = "auto"
 REFERENCE = "reference"
 VENDOR_PACKAGES = {"cuda": "megamoe-cuda", "rocm": "megamoe-rocm"}  # named in the report when they are not installed
 
@@ -64,12 +66,37 @@ def installed_backends() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name)}
 
 
+def known_names() -> list[str]:
+    """Names to ask for: "auto", the installed backends, and those that packages of this repository would bring."""
+    return [AUTO, *sorted({*installed_backends(), *VENDOR_PACKAGES})]
+
+
+def require_name(name: object, *, known: bool = False) -> None:
+    """Raise ConfigError for what is no name of a backend.
+
+    Args:
+        name: what was given for one.
+        known: whether it has to be one of `known_names()`.
+    """
+    names = known_names()
+    if not isinstance(name, str) or not name or (known and name not in names):
+        hint = _meant(name) if isinstance(name, str) else None
+        raise ConfigError("unknown backend", got=repr(name), expected=" or ".join(names), hint=hint)
+
+
+def _meant(name: str) -> str | None:
+    """The name that `name` may be a misspelling of, as a question."""
+    close = difflib.get_close_matches(name.lower(), known_names(), n=1)
+    return f"did you mean {close[0]}?" if close else None
+
+
 def load(name: str) -> Candidate:
     """Import the backend `name` and ask nothing of it yet but its API version."""
     entry = installed_backends().get(name)
     if entry is None:
         package = VENDOR_PACKAGES.get(name)
-        hint = f"pip install {package}" if package else f"installed are {', '.join(installed_backends()) or 'none'}"
+        installed = f"installed are {', '.join(installed_backends()) or 'none'}"
+        hint = f"pip install {package}" if package else " ".join(filter(None, (_meant(name), installed)))
         return _candidate(name, package or "unknown", None, Verdict.no(Reason.NOT_INSTALLED, hint))
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
     try:
@@ -115,7 +142,7 @@ def _ask(check: Callable[P, Verdict], *args: P.args, **kwargs: P.kwargs) -> Verd
     return verdict
 
 
-def selection_report(name: str = "auto", problem: MoEProblem | None = None) -> SelectionReport:
+def selection_report(name: str = AUTO, problem: MoEProblem | None = None) -> SelectionReport:
     """Decide as `select_backend` does, and say why; never raises for a backend that can't be used.
 
     Args:
@@ -123,14 +150,15 @@ def selection_report(name: str = "auto", problem: MoEProblem | None = None) -> S
         problem: what it has to support, or None to ask for the machine only.
 
     Raises:
-        ConfigError: `problem` is no `MoEProblem`.
+        ConfigError: `problem` is no `MoEProblem`, or `name` no name.
     """
+    require_name(name)
     if problem is not None:
         require_problem(problem)
     wanted, why = name, "asked for by name"
-    if name == "auto":
-        wanted, why = env.backend() or "auto", "asked for by MEGAMOE_BACKEND"
-    if wanted != "auto":
+    if name == AUTO:
+        wanted, why = env.backend() or AUTO, "asked for by MEGAMOE_BACKEND"
+    if wanted != AUTO:
         known = candidates(problem)
         if wanted not in {candidate.name for candidate in known}:
             known += (load(wanted),)
@@ -176,7 +204,7 @@ def gpu_name() -> str | None:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
-def select_backend(name: str = "auto", problem: MoEProblem | None = None) -> Backend:
+def select_backend(name: str = AUTO, problem: MoEProblem | None = None) -> Backend:
     """Find the backend to use.
 
     The explicit name comes first, then `MEGAMOE_BACKEND`, then the only backend beside the reference that is usable
@@ -190,14 +218,14 @@ def select_backend(name: str = "auto", problem: MoEProblem | None = None) -> Bac
         BackendUnavailableError: a backend that was asked for can't run on this machine.
         UnsupportedProblemError: it runs here, but not this problem.
         NoBackendError: nothing usable was found automatically. Each message names every backend with its reason.
-        ConfigError: `problem` is no `MoEProblem`.
+        ConfigError: `problem` is no `MoEProblem`, or `name` no name.
     """
     report = selection_report(name, problem)
     if report.chosen is None:
         raise _selection_error(report, name)
     chosen = next(candidate for candidate in report.candidates if candidate.name == report.chosen)
     assert chosen.backend is not None
-    if report.chosen == REFERENCE and name == "auto":
+    if report.chosen == REFERENCE and name == AUTO:
         logger.warning("MegaMoE runs on the CPU reference backend: %s", report.why)
     else:
         logger.info("MegaMoE backend %s: %s", report.chosen, report.why)
@@ -205,7 +233,7 @@ def select_backend(name: str = "auto", problem: MoEProblem | None = None) -> Bac
 
 
 def _selection_error(report: SelectionReport, name: str) -> BackendError:
-    wanted = env.backend() if name == "auto" else name
+    wanted = env.backend() if name == AUTO else name
     if wanted is None:
         return NoBackendError(f"no backend can be used\n{report}")
     candidate = next(candidate for candidate in report.candidates if candidate.name == wanted)

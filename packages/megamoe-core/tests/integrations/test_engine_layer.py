@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -173,9 +174,16 @@ def test_ranks_take_the_session_that_the_largest_batch_of_a_step_needs() -> None
 def test_options_are_checked() -> None:
     options = EngineOptions(unsupported="engine")
     assert options.unsupported is Unsupported.ENGINE
-    for wrong in ({"unsupported": "eager"}, {"transport": "fp4"}):
-        with pytest.raises(ConfigError, match="unknown option"):
-            EngineOptions(**wrong)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"backend": "cpu"}, "unknown backend"),
+        ({"unsupported": "eager"}, "unknown unsupported; got 'eager'; expected error or engine"),
+        ({"transport": "fp4"}, "unknown transport"),
+        ({"num_max_tokens_per_rank": 0}, "num_max_tokens_per_rank is not a positive integer"),
+        ({"metrics": 1}, "metrics is not a bool"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            EngineOptions(**given)
 
 
 def test_the_reference_is_no_backend_for_a_gpu(pool: SessionPool) -> None:

@@ -93,5 +93,5 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("variable", ["UNSUPPORTED", "TRANSPORT"])
 def test_an_option_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(f"MEGAMOE_SGLANG_{variable}", "perhaps")
-    with pytest.raises(ConfigError, match="unknown option.*perhaps"):
+    with pytest.raises(ConfigError, match="unknown .*perhaps"):
         megamoe_sglang.options_from_environment()

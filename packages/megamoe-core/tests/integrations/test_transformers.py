@@ -563,7 +563,7 @@ def test_unknown_options() -> None:
         ({"transport": "x"}, "unknown transport"),
         ({"quant": "a8w4", "act_format": "x"}, "unknown act_format"),
         ({"quant": "a8w8", "act_format": "mxfp8"}, "act_format is a choice of a8w4 only"),
-        ({"backend": "CUDA"}, "unknown backend; got 'CUDA'; expected auto or cuda"),
+        ({"backend": "CUDA"}, "unknown backend; got 'CUDA'; expected auto or cuda.*; did you mean cuda"),
         ({"backend": None}, "unknown backend"),
         ({"num_max_tokens_per_rank": 0}, "num_max_tokens_per_rank is not a positive integer"),
         ({"num_max_tokens_per_rank": "8"}, "num_max_tokens_per_rank is not a positive integer"),

@@ -15,7 +15,8 @@ from megamoe.backend import Session
 from megamoe.errors import ConfigError, LayoutError
 from megamoe.integrations.sessions import SessionPool
 from megamoe.meter import LayerCounter
-from megamoe.problem import MoEProblem, Transport
+from megamoe.problem import MoEProblem, Transport, member, require_positive
+from megamoe.registry import require_name
 from megamoe.tensors import Fp8BlockWeights, PreparedWeights
 
 
@@ -37,6 +38,9 @@ class EngineOptions:
         transport: how rows travel home.
         num_max_tokens_per_rank: capacity of a session; None takes what the engine says its largest batch is.
         metrics: count rows per expert, for each layer; see `megamoe.meter`.
+
+    Raises:
+        ConfigError: an option that no layer could be run with.
     """
 
     backend: str = "auto"
@@ -46,11 +50,13 @@ class EngineOptions:
     metrics: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "unsupported", Unsupported(self.unsupported))
-            object.__setattr__(self, "transport", Transport(self.transport))
-        except ValueError as error:
-            raise ConfigError(f"unknown option: {error}", expected="see EngineOptions") from None
+        require_name(self.backend, known=True)
+        if self.num_max_tokens_per_rank is not None:
+            require_positive("num_max_tokens_per_rank", self.num_max_tokens_per_rank)
+        if not isinstance(self.metrics, bool):
+            raise ConfigError("metrics is not a bool", got=repr(self.metrics), expected="True or False")
+        object.__setattr__(self, "unsupported", member("unsupported", Unsupported, self.unsupported))
+        object.__setattr__(self, "transport", member("transport", Transport, self.transport))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from megamoe.errors import ConfigError
 from megamoe.integrations.versions import require_version
 from megamoe.problem import ActFormat, QuantMode, Transport, member, require_positive
-from megamoe.registry import VENDOR_PACKAGES, installed_backends
+from megamoe.registry import require_name
 
 if TYPE_CHECKING:
     from megamoe.integrations.transformers_experts import Adapter
@@ -71,9 +71,7 @@ class ExpertsOptions:
 
     def __post_init__(self) -> None:
         require_positive("num_max_tokens_per_rank", self.num_max_tokens_per_rank)
-        names = sorted({"auto", *installed_backends(), *VENDOR_PACKAGES})
-        if self.backend not in names:
-            raise ConfigError("unknown backend", got=repr(self.backend), expected=" or ".join(names))
+        require_name(self.backend, known=True)
         enums: dict[str, type[StrEnum]] = {"unsupported": Unsupported, "transport": Transport}
         optional: dict[str, type[StrEnum]] = {"quant": QuantMode, "act_format": ActFormat}
         enums.update((name, enum) for name, enum in optional.items() if getattr(self, name) is not None)
