@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megamoe import MoEProblem, select_backend
+from megamoe import MoEProblem, registry, select_backend
 from megamoe._version import __version__
 from megamoe.backend import Reason
+from megamoe.reference.backend import ReferenceBackend
 from megamoe.registry import installed_backends
 
 Call = Callable[..., object]
@@ -55,10 +57,38 @@ def test_plan_says_what_a_session_would_allocate(megamoe: Call) -> None:
     assert plan["bytes"] == plan["symmetric_bytes"] + plan["local_bytes"]
     # 32 experts of 3 x 4096 x 2048 FP8 values, and an FP32 scale for every 128 x 128 of them.
     assert plan["weight_bytes"] == 32 * 3 * 4096 * 2048 * (1 + 4 / 128**2)
-    text = megamoe("plan", *SIZES, "--backend", "reference").stdout
+    text = megamoe("plan", *SIZES, "--backend", "reference", "--verbose").stdout
     for array in plan["workspace"]:
         assert array["array"] in text
-    assert "weights of a rank: 768.2 MiB a layer" in text
+
+
+def test_plan_begins_with_the_memory_of_a_rank(megamoe: Call) -> None:
+    (plan,) = megamoe("plan", *SIZES, "--backend", "reference", "--json").json["plans"]
+    lines = megamoe("plan", *SIZES, "--backend", "reference", "--moe-layers", 58).stdout.splitlines()
+    assert lines[0].startswith("reference on CPU")
+    assert lines[1:] == [
+        f"memory of a rank: {(58 * plan['weight_bytes'] + plan['bytes']) / 2**30:.1f} GiB with 58 MoE layers",
+        "  experts: 768.2 MiB a layer (32 of them)",
+        f"  workspace: {plan['bytes'] / 2**20:.1f} MiB for all layers "
+        f"({plan['symmetric_bytes'] / 2**20:.1f} MiB of it symmetric)",
+    ]
+
+
+def test_the_reference_is_planned_where_no_other_backend_can(megamoe: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned() -> set[str]:
+        return {plan["backend"] for plan in megamoe("plan", *SIZES, "--json").json["plans"]}
+
+    entries: dict[str, object] = {"reference": installed_backends()["reference"]}
+    monkeypatch.setattr(registry, "installed_backends", lambda: entries)
+    assert planned() == {"reference"}
+    entries["other"] = SimpleNamespace(dist=None, value="a test's", load=lambda: Other)
+    assert planned() == {"other"}
+
+
+class Other(ReferenceBackend):
+    """As a GPU's backend would be installed beside the reference."""
+
+    name = "other"
 
 
 def test_plan_takes_sizes_from_a_checkpoint(megamoe: Call, checkpoints: dict[str, Path]) -> None:

@@ -69,10 +69,12 @@ def test_a_plan_without_a_model_says_why() -> None:
 
 
 def test_the_tables_say_what_is_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    print_prediction(PLAN)
+    print_prediction(PLAN, on_paper=True)
     text = " ".join(capsys.readouterr().out.split())
     assert "predicted: EP2" in text
     assert "on paper: no such group was run" in text
+    print_prediction(PLAN, on_paper=False)
+    assert "on paper" not in capsys.readouterr().out
 
 
 def test_the_command_reports_a_missing_model(megamoe: Call) -> None:

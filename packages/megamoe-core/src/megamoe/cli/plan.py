@@ -1,4 +1,4 @@
-"""`megamoe plan`: bytes, tiles and limits of a problem, on any machine."""
+"""`megamoe plan`: memory, limits and predicted time of a problem, on any machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from megamoe.cli.prediction import predict_on_paper, predict_plan, print_predict
 from megamoe.cli.run import make_problem
 from megamoe.errors import BackendUnavailableError, ConfigError, NoBackendError
 from megamoe.problem import Activation, MoEProblem, Transport
-from megamoe.registry import candidates, load
+from megamoe.registry import REFERENCE, candidates, load
 
 
 @command
 def plan(
     backend: Annotated[
-        list[str] | None, typer.Option(help="May be given several times; default: all that are installed.")
+        list[str] | None,
+        typer.Option(
+            help="May be given several times; default: all that are installed, the reference if no other can."
+        ),
     ] = None,
     checkpoint: Annotated[
         list[Path] | None, typer.Option(help="Take the sizes from a checkpoint's layer instead of options.")
@@ -44,7 +47,11 @@ def plan(
     expert_bias: Annotated[bool, typer.Option("--expert-bias", help="Experts have biases.")] = False,
     act_format: Annotated[str | None, typer.Option(help="Of a8w4: mxfp8 or fp8_1x128.")] = None,
     config: Annotated[str | None, typer.Option(help="A configuration of the backend, by name.")] = None,
+    moe_layers: Annotated[int, typer.Option(help="MoE layers of the model, which share the workspace.", min=1)] = 1,
     simulate: Annotated[bool, typer.Option("--simulate", help="Predict the time of calls, from the schedule.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show settings, arrays, and with --simulate larger groups on paper.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a session would allocate and how it would run. Needs no GPU and allocates nothing."""
@@ -77,9 +84,12 @@ def plan(
         out.print_json(json.dumps({"plans": reports, "refusals": refusals}))
     else:
         for each in plans:
-            _print(each)
+            _print_memory(each, moe_layers)
             if simulate:
-                print_prediction(each)
+                print_prediction(each, on_paper=verbose)
+            if verbose:
+                _print_settings(each)
+                _print_workspace(each)
         for name, why in refusals.items():
             say(f"[bold]{name}[/] can't run this: {escape(why)}")
     if not plans:
@@ -97,6 +107,8 @@ def _sizes(hidden: int | None, intermediate: int | None, experts: int | None, to
 
 def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None) -> tuple[list[Plan], dict[str, str]]:
     """Plans of the backends that support `problem`, and what the others say.
+
+    Without names the reference's is left out where another backend has one: nobody plans a CPU's memory then.
 
     Raises:
         BackendUnavailableError: a backend of that name is not installed, or does not import.
@@ -118,17 +130,31 @@ def make_plans(problem: MoEProblem, names: list[str] | None, config: str | None)
             if names:
                 raise
             refusals[name] = str(error)  # the name is another backend's configuration
+    if not names and any(plan.backend != REFERENCE for plan in plans):
+        plans = [plan for plan in plans if plan.backend != REFERENCE]
     return plans, refusals
 
 
-def _print(plan: Plan) -> None:
+def _print_memory(plan: Plan, moe_layers: int) -> None:
+    """What a rank needs: the sum first, then its parts."""
+    weights, biases = weight_bytes(plan.problem), ", biases left out" if plan.problem.expert_bias else ""
     say(f"[bold]{plan.backend}[/] on {plan.device.name}, configuration {plan.config.name}")
-    say(f"weights of a rank: {bytes_text(weight_bytes(plan.problem))} a layer, biases left out")
+    layers = "one MoE layer" if moe_layers == 1 else f"{moe_layers} MoE layers"
+    say(f"memory of a rank: [bold]{bytes_text(moe_layers * weights + plan.bytes)}[/] with {layers}")
+    say(f"  experts: {bytes_text(weights)} a layer ({plan.problem.num_local_experts} of them{biases})")
+    symmetric = bytes_text(plan.workspace.symmetric_bytes)
+    say(f"  workspace: {bytes_text(plan.bytes)} for all layers ({symmetric} of it symmetric)")
+
+
+def _print_settings(plan: Plan) -> None:
     settings = Table("setting", "value", title="configuration", title_justify="left")
     for field in fields(plan.config):
         if field.name != "name":
             settings.add_row(field.name, escape(_text(getattr(plan.config, field.name))))
     out.print(settings)
+
+
+def _print_workspace(plan: Plan) -> None:
     table = Table("array", "section", "shape", "bytes", title="workspace of a rank", title_justify="left")
     table.columns[-1].justify = "right"
     for name, section, shape, num_bytes in plan.workspace.breakdown():

@@ -91,8 +91,8 @@ def predict_on_paper(plan: Plan) -> list[Call]:
     ]
 
 
-def print_prediction(plan: Plan) -> None:
-    """Tables of both, or why there are none."""
+def print_prediction(plan: Plan, *, on_paper: bool) -> None:
+    """A table of `predict_plan`, on request one of `predict_on_paper`, or why there is none."""
     reason = why_not(plan)
     if reason is not None:
         say(f"no prediction: {reason}")
@@ -108,6 +108,11 @@ def print_prediction(plan: Plan) -> None:
         moved = (f"{each.hbm_bytes / 1e6:.0f}", f"{each.link_bytes / 1e6:.1f}")
         table.add_row(str(call.num_tokens), *(f"{us:.0f}" for us in times), str(each.num_blocks), *moved)
     out.print(table)
+    if on_paper:
+        _print_paper(plan)
+
+
+def _print_paper(plan: Plan) -> None:
     paper = Table("group", "tokens", "µs", "link MB", title=PAPER)
     for column in paper.columns[1:]:
         column.justify = "right"
