@@ -25,7 +25,7 @@ import transformers
 from small_model_report import markdown
 from torch import Tensor
 
-from megamoe.bench.results import current_commit
+from megamoe.bench.commit import current_commit
 from megamoe.integrations import transformers as megamoe_transformers
 from megamoe.problem import QuantMode
 

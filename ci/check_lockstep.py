@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 PACKAGES = {"megamoe-core": "megamoe", "megamoe-cuda": "megamoe_cuda", "megamoe-rocm": "megamoe_rocm"}
+BUILD_HOOK = "hatch_build.py"  # each package is built alone, so each has a copy
 
 
 def version_of(package_root: Path, module: str) -> str:
@@ -38,6 +39,8 @@ def problems(root: Path) -> list[str]:
             found.append(f"{name} must depend on megamoe-core=={core_version}, has {project['dependencies']}")
         if (package_root / "LICENSE").read_bytes() != (root / "LICENSE").read_bytes():
             found.append(f"{name}: LICENSE differs from the one at the top of the repository")
+        if (package_root / BUILD_HOOK).read_bytes() != (root / "packages/megamoe-core" / BUILD_HOOK).read_bytes():
+            found.append(f"{name}: {BUILD_HOOK} differs from megamoe-core's")
     if f"## [{core_version}]" not in (root / "CHANGELOG.md").read_text():
         found.append(f"CHANGELOG.md has no section for {core_version}")
     return found

@@ -51,7 +51,7 @@ def wheel_problems(path: Path, name: str, module: str, core_version: str) -> lis
     info = {entry for entry in files if ".dist-info/" in entry}
     payload = files - info
     built = {entry for entry in payload if entry.startswith(AHEAD_OF_TIME)} if name == "megamoe-rocm" else set()
-    expected = source_files(ROOT / "packages" / name) | built
+    expected = source_files(ROOT / "packages" / name) | built | {f"{module}/_commit.py"}
     found = code_object_problems(path) if name == "megamoe-rocm" else []
     found += [f"{entry} is missing" for entry in sorted(expected - payload)]
     found += [f"{entry} does not belong there" for entry in sorted(payload - expected)]
@@ -89,11 +89,11 @@ def code_object_problems(path: Path, executed: Path = EXECUTED) -> list[str]:
     return found + [f"code object {key} is not the one that was executed" for key in changed]
 
 
-def sdist_problems(path: Path) -> list[str]:
+def sdist_problems(path: Path, module: str) -> list[str]:
     """One sentence for each thing missing from the source distribution at `path`."""
     with tarfile.open(path) as archive:
         files = {str(PurePosixPath(*PurePosixPath(member).parts[1:])) for member in archive.getnames()}
-    wanted = {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO"}
+    wanted = {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO", "hatch_build.py", f"src/{module}/_commit.py"}
     return [f"{path.name}: {name} is missing" for name in sorted(wanted - files)]
 
 
@@ -125,7 +125,15 @@ def install_elsewhere(wheels: list[Path]) -> None:
             ]
         )
         subprocess.run([python, "-c", code], check=True, cwd=folder, env=environment)
-        subprocess.run([str(Path(folder, "bin/megamoe")), "doctor"], check=True, cwd=folder, env=environment)
+        doctor = [str(Path(folder, "bin/megamoe")), "doctor", "--json"]
+        report = subprocess.run(
+            doctor, check=True, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        ).stdout
+        print(report)
+        describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+        checkout = subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+        if (commit := json.loads(report)["commit"]) != checkout:
+            raise SystemExit(f"the wheels say that they are of commit {commit}, the checkout is {checkout}")
 
 
 def main(arguments: list[str]) -> int:
@@ -136,7 +144,7 @@ def main(arguments: list[str]) -> int:
     found = []
     for name, module in PACKAGES.items():
         found += wheel_problems(wheels[name], name, module, core_version)
-        found += sdist_problems(find_one(folder, f"{name.replace('-', '_')}-*.tar.gz"))
+        found += sdist_problems(find_one(folder, f"{name.replace('-', '_')}-*.tar.gz"), module)
     for line in found:
         print(line, file=sys.stderr)
     if found:

@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 mypy packages/megamoe-core/src packages/megamoe-cuda/src packages/megamoe-rocm/src
-mypy noxfile.py ci/*.py examples/*.py
+mypy noxfile.py ci/*.py examples/*.py packages/megamoe-core/hatch_build.py

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed.expert_parallel import EPImplementation
 from unfused_block import Dispatch, ExactMath, UnfusedExpertParallel
 
-from megamoe.bench.results import current_commit
+from megamoe.bench.commit import current_commit
 from megamoe.integrations import transformers as megamoe_transformers
 from megamoe.launch import RankContext, run_ranks
 

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from megamoe.bench.results import current_commit, layer_flops
+from megamoe.bench.commit import current_commit
+from megamoe.bench.results import layer_flops
 from megamoe.bench.roofline import expert_bytes
 from megamoe.problem import MoEProblem
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megamoe.bench.commit import current_commit
 from megamoe.bench.reference_suite import _measure_all, loop_over_experts
 from megamoe.bench.report import Series, grouped, markdown, plot
 from megamoe.bench.results import BenchRow, Timing, layer_flops, read_rows, write_rows
@@ -256,3 +257,15 @@ def test_the_loop_computes_the_layer(dtype: torch.dtype) -> None:
 def test_suites_are_found_through_the_entry_point() -> None:
     assert find_suite("reference").backend == "reference"
     assert {"reference", "reference-v2-lite"} <= suites().keys()
+
+
+def test_packages_of_different_commits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, commit in (("wheel_a", "aaa"), ("wheel_b", "aaa"), ("wheel_c", "ccc-dirty")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "_commit.py").write_text(f'commit = "{commit}"')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("megamoe.bench.commit.PACKAGES", ("wheel_a", "wheel_b", "not_installed"))
+    assert current_commit() == "aaa"
+    monkeypatch.setattr("megamoe.bench.commit.PACKAGES", ("wheel_a", "wheel_c"))
+    assert current_commit() == "wheel_a aaa, wheel_c ccc-dirty"

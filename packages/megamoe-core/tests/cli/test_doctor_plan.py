@@ -29,7 +29,7 @@ def test_doctor_names_every_backend_with_a_reason(megamoe: Call) -> None:
         assert backend["detail"]
     text = megamoe("doctor").stdout
     assert all(name in text for name in names)
-    assert f"megamoe {__version__}" in text
+    assert f"megamoe {__version__} (commit {report['commit']})" in text
     assert f"would run: {report['chosen'] or 'nothing'}" in text
 
 

@@ -5,7 +5,7 @@
 #   bench   the suite seed-sm90: uniform routing at every EP size the GPUs allow, the EP8-equivalent rows, the peers
 # With MEGAMOE_RANKS_PER_GPU=N the matrix has N ranks on each GPU, so that one GPU rehearses it; the bench never shares.
 # Results are JSON files in $OUT. Environment: NVSHMEM_SITE, a folder on no path with nvshmem4py; PEERS_SITE, one with the
-# peers; MEGAMOE_COMMIT, the commit the results are of; PART_LIMIT_S, the limit of one part of the matrix (170).
+# peers; PART_LIMIT_S, the limit of one part of the matrix (170).
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out="${OUT:-.}"

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from megamoe import env
+from megamoe.bench.commit import current_commit
 
 FILE = Path(os.environ["OUTCOMES"])
 SAYS = 2000  # characters of a failure
@@ -30,7 +31,7 @@ def write() -> None:
     counts = Counter(each["outcome"] for each in results)
     found = {
         "bench": "conformance",
-        "commit": os.environ.get("MEGAMOE_COMMIT", "unknown"),
+        "commit": current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["pytest", *sys.argv[1:]]),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",

@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megamoe.bench.results import current_commit
+from megamoe.bench.commit import current_commit
 from megamoe.bench.suites import SuiteOptions
 from megamoe.errors import BackendUnavailableError, MegaMoEError
 from megamoe_rocm import __version__, rungs

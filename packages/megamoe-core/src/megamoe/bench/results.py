@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -12,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megamoe.bench.commit import current_commit
 from megamoe.errors import InputError
 from megamoe.problem import MoEProblem
 
@@ -56,7 +56,7 @@ class BenchRow:
 
     Args:
         bench: the suite's name.
-        commit: of the source, "unknown" outside of a checkout.
+        commit: of the installed packages; see `megamoe.bench.commit`.
         date: UTC, ISO 8601.
         command: that made it.
         gpu, num_gpus, driver, toolkit: see `Machine`.
@@ -152,15 +152,6 @@ def layer_flops(problem: MoEProblem, num_tokens: int) -> int:
     """FLOPs of a rank's share of a call in which every rank brings `num_tokens` tokens and no pick is masked."""
     rows = num_tokens * problem.top_k
     return rows * FLOPS_PER_WEIGHT * 3 * problem.hidden_size * problem.intermediate_size
-
-
-def current_commit() -> str:
-    """Short commit of the checkout that this file is in, with "-dirty" where it was changed; "unknown" elsewhere."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def write_rows(path: Path, rows: Sequence[BenchRow]) -> None:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megamoe._version import __version__
+from megamoe.bench.commit import current_commit
 from megamoe.cli.console import bytes_text, command, out, say
 from megamoe.registry import SelectionReport, selection_report
 
@@ -48,7 +49,8 @@ def doctor(
     if as_json:
         out.print_json(json.dumps(_as_json(versions, gpus, report)))
         return
-    say(f"[bold]megamoe {__version__}[/], Python {platform.python_version()} on {platform.machine()}")
+    python = f"Python {platform.python_version()} on {platform.machine()}"
+    say(f"[bold]megamoe {__version__}[/] (commit {current_commit()}), {python}")
     say(", ".join(f"{name} {found}" for name, found in versions.items() if found))
     missing = [name for name in OPTIONAL_PACKAGES if not versions[name]]
     if missing:
@@ -106,6 +108,7 @@ def _toolkit() -> str:
 def _as_json(versions: dict[str, str | None], gpus: list[Gpu], report: SelectionReport) -> dict[str, object]:
     return {
         "version": __version__,
+        "commit": current_commit(),
         "python": platform.python_version(),
         "packages": versions,
         "torch_cuda": torch.version.cuda,
