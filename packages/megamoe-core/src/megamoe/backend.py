@@ -324,6 +324,9 @@ class Session(ABC):
         self.plan = plan
         self.ep_rank = ep_rank
         self.closed = False
+        self.once_closed = (
+            "open a new one with backend.open(plan, group)"  # the hint then; a session's owner has its own
+        )
         self._inherited = False
         _sessions.add(self)
         what = (plan.backend, plan.config.name, plan.device.name, plan.bytes, plan.problem)
@@ -462,7 +465,7 @@ class Session(ABC):
                 "this session belongs to the process that forked this one", hint="open one after the fork"
             )
         if self.closed:
-            raise SessionError("this session is closed", hint="open a new one with backend.open(plan, group)")
+            raise SessionError("this session is closed", hint=self.once_closed)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

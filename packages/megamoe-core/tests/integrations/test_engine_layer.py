@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megamoe.errors import BackendUnavailableError, CapacityError, ConfigError, LayoutError
+from megamoe.errors import BackendUnavailableError, CapacityError, ConfigError, LayoutError, SessionError
 from megamoe.formats import FP8_128X128
 from megamoe.integrations import vllm as megamoe_vllm
 from megamoe.integrations.engine_layer import EngineLayer, EngineOptions, Unsupported
@@ -67,6 +67,14 @@ def batch(num_tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(7)
     ids = torch.rand(num_tokens, 4, generator=g).argsort(-1)[:, :2].int()
     return torch.randn(num_tokens, 256, generator=g).bfloat16(), ids, torch.rand(num_tokens, 2, generator=g)
+
+
+def test_what_to_do_once_its_adapter_is_closed(pool: SessionPool, layer: EngineLayer) -> None:
+    pool.close()
+    with pytest.raises(SessionError, match="closed; its adapter closed it: load the model again"):
+        layer(*batch())
+    with pytest.raises(SessionError, match="closed; load the model again"):
+        opened(pool, experts(0))
 
 
 def test_a_layer_is_its_sessions_forward(pool: SessionPool, layer: EngineLayer) -> None:

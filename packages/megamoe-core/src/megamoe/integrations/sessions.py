@@ -75,8 +75,14 @@ def _capacity(session: Session) -> int:
 class SessionPool:
     """One session per problem, group and device, opened when it is first asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, once_closed: str = "load the model again") -> None:
+        """Empty.
+
+        Args:
+            once_closed: what an adapter's user can do then; the hint of what is raised.
+        """
         self.closed = False
+        self._once_closed = once_closed
         self._sessions: dict[tuple[MoEProblem, str | None, torch.device], Session] = {}
         self._meters: dict[Session, Meter] = {}
 
@@ -94,7 +100,7 @@ class SessionPool:
             SessionError: the pool is closed.
         """
         if self.closed:
-            raise SessionError("this adapter is closed", hint="register it again")
+            raise SessionError("this adapter is closed", hint=self._once_closed)
         key = (problem, None if group is None else group.group_name, device)
         if key not in self._sessions:
             chosen = backend_for(device, backend, problem)
@@ -103,6 +109,7 @@ class SessionPool:
                 session = chosen.open(plan, group)
                 seconds = session.warmup()
             logger.info("MegaMoE is warm after %.1f s", seconds)
+            session.once_closed = f"its adapter closed it: {self._once_closed}"
             self._sessions[key] = session
         return self._sessions[key]
 

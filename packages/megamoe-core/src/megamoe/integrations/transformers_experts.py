@@ -95,7 +95,7 @@ class Adapter:
         """Use `megamoe.integrations.transformers.register`."""
         self.name = name
         self.options = options
-        self._pool = SessionPool()
+        self._pool = SessionPool(once_closed="register() it again")
         self._refused: set[str] = set()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -157,7 +157,7 @@ class Adapter:
     )
     def _prepare(self, experts: nn.Module, top_k: int, group: Any) -> Layer | None:
         if self.closed:
-            raise SessionError(f'the adapter "{self.name}" is closed', hint="register it again")
+            raise SessionError(f'the adapter "{self.name}" is closed', hint="register() it again")
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 f"{type(experts).__name__} is not prepared, and can't be while a graph is captured",
