@@ -98,6 +98,9 @@ def test_tensors_overlap_where_they_share_bytes() -> None:
     assert overlaps(memory, memory.view(torch.uint8)[7:])
     assert not overlaps(memory[:4], memory[4:])
     assert not overlaps(memory[4:], memory[:4])
+    assert overlaps(memory[:, :2], memory[7:, 1:])  # strided: to its last element
+    assert not overlaps(memory[:4, :2], memory[4:])
+    assert not overlaps(memory[4:4], memory)
 
 
 def test_quantised_input() -> None:
@@ -164,6 +167,20 @@ def test_with_virtual_ranks_each_gets_its_entries_and_none_is_none_of_each() -> 
         (*(f"{name} of 0" for name in ARGUMENTS[:4]), None, 3),
         (*(f"{name} of 1" for name in ARGUMENTS[:4]), None, 4),
     ]
+
+
+def test_with_virtual_ranks_each_writes_memory_of_its_own() -> None:
+    memory = torch.zeros(10, H, dtype=torch.bfloat16)
+
+    def rows(*out: torch.Tensor | None) -> None:
+        by_rank([*[[None] * 3] * 4, out, None], 3)
+
+    rows(memory[:5], None, memory[5:])
+    rows(memory[:5], memory[5:5], memory[5:])
+    with pytest.raises(InputError, match="out of virtual ranks 0 and 2 share memory"):
+        rows(memory, None, memory)
+    with pytest.raises(InputError, match="out of virtual ranks 1 and 2 share memory"):
+        rows(None, memory[:5], memory[4:9])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,9 +111,18 @@ def require_aligned(name: str, tensor: Tensor, alignment: int) -> None:
 
 
 def overlaps(first: Tensor, second: Tensor) -> bool:
-    """Whether two contiguous tensors have bytes in common."""
-    begins = first.data_ptr(), second.data_ptr()
-    return begins[0] < begins[1] + second.nbytes and begins[1] < begins[0] + first.nbytes
+    """Whether the bytes from the first to the last element of one tensor are among those of the other."""
+    (begin, end), (other_begin, other_end) = _span(first), _span(second)
+    return max(begin, other_begin) < min(end, other_end)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of that behind the last; equal for a tensor without elements."""
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous() or not tensor.numel():
+        return begin, begin + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def by_rank(arguments: Sequence[Any], num_ranks: int) -> list[tuple[Any, ...]]:
@@ -123,9 +133,19 @@ def by_rank(arguments: Sequence[Any], num_ranks: int) -> list[tuple[Any, ...]]:
         num_ranks: how many entries each must have.
 
     Raises:
-        InputError: one is not a list or tuple of `num_ranks` entries; names it.
+        InputError: one is not a list or tuple of `num_ranks` entries; names it. Or two ranks' `out` share memory.
     """
-    return list(zip(*(_one_each(*each, num_ranks) for each in zip(ARGUMENTS, arguments, strict=True)), strict=True))
+    entries = {name: _one_each(name, value, num_ranks) for name, value in zip(ARGUMENTS, arguments, strict=True)}
+    _refuse_shared_outputs(entries["out"])
+    return list(zip(*entries.values(), strict=True))
+
+
+def _refuse_shared_outputs(outputs: Sequence[Any]) -> None:
+    """Raise where one rank would write over what another writes."""
+    given = [(rank, out) for rank, out in enumerate(outputs) if isinstance(out, Tensor)]
+    for (rank, out), (other, others) in itertools.combinations(given, 2):
+        if overlaps(out, others):
+            raise InputError(f"out of virtual ranks {rank} and {other} share memory", expected="one of each rank's own")
 
 
 def _one_each(name: str, value: Any, num_ranks: int) -> Sequence[Any]:

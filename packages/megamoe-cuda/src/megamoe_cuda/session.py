@@ -126,11 +126,11 @@ class CudaSession(DeviceSession):
         """COLLECTIVE, stream-ordered, graph-safe after `warmup`. See `Session.forward`."""
         self._require_healthy()
         arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
-        if self.ep_rank is None:
-            rows = by_rank(arguments, len(self._driven))
-            calls = [self._prepare_call(index, *row) for index, row in enumerate(rows)]
-        else:
-            calls = [self._prepare_call(0, *arguments)]
+        rows = by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments]
+        padded = [row[4] for row in rows if row[4] is not None and row[5] is not None]  # outputs with padding
+        calls = [self._prepare_call(index, *row, padded=padded) for index, row in enumerate(rows)]
+        for padded_out in padded:
+            padded_out.zero_()  # the kernel writes valid rows only
         kernel = self._kernel_for(max(call.num_rows for call in calls))
         if torch.cuda.current_device() == self._device.index:
             self._launch(kernel, [call.launch for call in calls])
@@ -155,9 +155,18 @@ class CudaSession(DeviceSession):
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def _prepare_call(
-        self, index: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any, num_tokens: Any
+        self,
+        index: int,
+        hidden_states: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        weights: Any,
+        out: Any,
+        num_tokens: Any,
+        *,
+        padded: Sequence[Any],
     ) -> _Call:
-        """Check one rank's arguments and turn them into addresses."""
+        """Check one rank's arguments and turn them into addresses. `padded`: all ranks' outputs that are wiped next."""
         payload, scales = _payload_and_scales(hidden_states)
         refuse_gradients(payload, topk_weights)
         self._check_tensors(payload, scales, topk_ids, topk_weights, weights, out)
@@ -176,14 +185,13 @@ class CudaSession(DeviceSession):
         if scales is not None:
             scales = scales.contiguous()
         if out is None:
-            out = torch.empty(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
+            make = torch.empty if num_tokens is None else torch.zeros  # the kernel writes valid rows only
+            out = make(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
         else:
             require_aligned("out", out, ALIGNMENT)
-            if num_tokens is not None and overlaps(out, payload):
-                payload = payload.clone()  # what follows would wipe it
+        if any(isinstance(each, Tensor) and overlaps(each, payload) for each in padded):
+            payload = payload.clone()
         require_aligned("hidden_states", payload, ALIGNMENT)
-        if num_tokens is not None:
-            out.zero_()  # the kernel writes valid rows only
         tensors = weights.tensors
         launch = RankCall(
             hidden_states=payload.data_ptr(),

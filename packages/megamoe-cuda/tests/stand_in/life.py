@@ -153,6 +153,7 @@ def test_in_place_with_padding_computes_on_the_tokens() -> None:
             for out, tokens in (
                 ([x[:5] for x in rows], [x[:5] for x in rows]),
                 ([x[2:] for x in rows], [x[:5] for x in rows]),
+                ([x[:5] for x in rows[::-1]], [x[:5] for x in rows]),  # in the place of another rank's
             ):
                 for place, values in zip(tokens, hidden, strict=True):
                     place.copy_(values)
