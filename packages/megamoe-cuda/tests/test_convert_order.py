@@ -59,7 +59,7 @@ class Stages:
         self.packed_full = [Barrier(arrivals=1) for _ in range(self.num_packed)]
         self.packed_empty = [Barrier(arrivals=1) for _ in range(self.num_packed)]
         self.published = [Barrier(arrivals=1) for _ in range(QUEUE_SLOTS)]
-        self.done = [Barrier(arrivals=MATH_WARPGROUPS) for _ in range(QUEUE_SLOTS)]
+        self.done = [Barrier(arrivals=MATH_WARPGROUPS + 1) for _ in range(QUEUE_SLOTS)]  # the publisher's is one
 
     def read_tile(self, turn: int) -> Iterator[Wait]:
         trip, slot = divmod(turn, QUEUE_SLOTS)
@@ -121,6 +121,15 @@ class Stages:
                 self.empty[stage].arrive()
             self.done[turn % QUEUE_SLOTS].arrive()
 
+    def publish(self) -> Iterator[Wait]:
+        for turn in range(NUM_TILES):
+            yield from self.read_tile(turn)
+            trip, slot = divmod(turn, QUEUE_SLOTS)
+            self.done[slot].arrive()
+            yield self.done[slot].completed(trip % 2)
+            assert min(self.read) >= self.blocks(turn).stop, "published what is not multiplied"
+            yield lambda: True  # the release takes its time
+
 
 def run(stages: Stages, seed: int) -> None:
     rng = random.Random(seed)
@@ -129,6 +138,7 @@ def run(stages: Stages, seed: int) -> None:
         stages.load_activations(),
         *map(stages.convert, range(stages.num_groups)),
         *map(stages.multiply, range(MATH_WARPGROUPS)),
+        stages.publish(),
     )
     crew = Crew(roles, rng)
     while crew.waiting:

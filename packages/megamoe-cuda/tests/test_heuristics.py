@@ -11,6 +11,7 @@ from megamoe.errors import ConfigError
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.simulate import Tiled
 from megamoe_cuda.heuristics import LEAST_PULLED_ROWS, M256, TILES, config_names, session_config
+from megamoe_cuda.kernel_config import NUM_DISPATCH_WARPS
 from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES, PACKED_STAGE_BYTES, shared_memory
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -111,7 +112,7 @@ def test_many_experts_cost_a_stage_before_they_are_refused(
     assert config.tiles[0].num_stages == stages_of_m128
     memory = shared_memory(config.kernel(problem, config.tiles[0], num_virtual_ranks=1, ctas_per_rank=132))
     assert memory.num_bytes <= MAX_DYNAMIC_BYTES
-    assert memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode.A8W8]
+    assert NUM_DISPATCH_WARPS * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode.A8W8]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 8192])

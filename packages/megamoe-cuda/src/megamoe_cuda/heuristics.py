@@ -23,6 +23,7 @@ from megamoe_cuda.kernel_config import (
     BLOCK_K,
     BLOCK_N,
     CONVERTER_GROUP_WARPS,
+    NUM_DISPATCH_WARPS,
     PREFETCHED_K_BLOCKS,
     KernelConfig,
     TileConfig,
@@ -347,7 +348,7 @@ def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> Ti
             memory = shared_memory(config.kernel(problem, fewer, num_virtual_ranks=1, ctas_per_rank=fewer.cluster_size))
         except ConfigError:
             continue
-        if memory.dispatch_warps * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode(problem.quant)]:
+        if NUM_DISPATCH_WARPS * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode(problem.quant)]:
             return fewer
     return fewest
 

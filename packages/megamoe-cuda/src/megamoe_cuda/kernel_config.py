@@ -10,8 +10,8 @@ from megamoe.schedule.tiles import ceil_div
 from megamoe.schedule.waves import Ring
 
 THREADS_PER_WARP = 32
-NUM_PRODUCER_WARPS = 4  # weight loader, activation loader, up to two dispatch warps
-MAX_DISPATCH_WARPS = 2
+NUM_PRODUCER_WARPS = 4  # weight loader, activation loader, dispatch, publisher
+NUM_DISPATCH_WARPS = 1
 NUM_MATH_WARPS = 8  # two warpgroups
 BLOCK_N = 256  # columns of a tile: 128 finished channels of GEMM1
 BLOCK_K = 128  # bytes of K in a stage; in FP8 one activation scale, one weight scale, one promotion

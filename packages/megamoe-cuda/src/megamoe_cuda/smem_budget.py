@@ -10,7 +10,7 @@ from megamoe.schedule.tiles import round_up
 from megamoe_cuda.kernel_config import (
     BLOCK_K,
     BLOCK_N,
-    MAX_DISPATCH_WARPS,
+    NUM_DISPATCH_WARPS,
     NUM_MATH_WARPS,
     KernelConfig,
 )
@@ -29,7 +29,7 @@ NUM_OPERAND_TABLES = 16  # numerics/fp4_as_fp8.cuh
 OPERAND_TABLE_BYTES = 8  # read at once
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
 BULK_ALIGNMENT = 128  # bulk copies want 16
-MAX_PULL_SLOTS = 4  # rows in flight per dispatch warp
+MAX_PULL_SLOTS = 8  # rows in flight per dispatch warp
 FEWER_EXPERTS = "tables in it grow with experts and ranks: plan fewer"
 
 
@@ -62,7 +62,6 @@ class SharedMemory:
     pool_plan: int
     pool_plan_bytes: int
     pull: int
-    dispatch_warps: int
     pull_slots: int
     pull_slot_bytes: int
     num_bytes: int
@@ -71,8 +70,8 @@ class SharedMemory:
 def shared_memory(config: KernelConfig) -> SharedMemory:
     """Lay out the shared memory of one CTA.
 
-    What stages, staging and plan leave free holds the rows that dispatch pulls: two dispatch warps with up to
-    MAX_PULL_SLOTS rows each, or one where there is no room for four rows.
+    What stages, staging and plan leave free holds the rows that dispatch pulls, up to MAX_PULL_SLOTS for each of its
+    warps.
 
     Raises:
         ConfigError: it exceeds what an SM90 block may use.
@@ -97,7 +96,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     queue_barriers = barriers + 2 * tile.num_stages * BARRIER_BYTES
     packed_barriers = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
     pull_barriers = packed_barriers + 2 * tile.packed_stages * BARRIER_BYTES
-    claim_barriers = pull_barriers + MAX_DISPATCH_WARPS * MAX_PULL_SLOTS * BARRIER_BYTES
+    claim_barriers = pull_barriers + NUM_DISPATCH_WARPS * MAX_PULL_SLOTS * BARRIER_BYTES
     in_cluster = tile.cluster_size > 1
     result = claim_barriers + (2 * BARRIER_BYTES if in_cluster else 0)
     gave_up = result + WORD_BYTES
@@ -113,16 +112,14 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     layout = kernel_workspace(config)
     scales_row = layout["input_scales"].row_bytes if config.has_row_scales else 0
     pull_slot = round_up(config.input_row_bytes + scales_row, BULK_ALIGNMENT)
-    rows_in_flight = (MAX_DYNAMIC_BYTES - pull) // pull_slot
-    if rows_in_flight < 1:
+    pull_slots = min((MAX_DYNAMIC_BYTES - pull) // pull_slot // NUM_DISPATCH_WARPS, MAX_PULL_SLOTS)
+    if pull_slots < 1:
         raise ConfigError(
             "the kernel's shared memory does not fit",
-            got=pull + pull_slot,
+            got=pull + NUM_DISPATCH_WARPS * pull_slot,
             expected=f"at most {MAX_DYNAMIC_BYTES} bytes",
             hint=FEWER_EXPERTS,
         )
-    dispatch_warps = MAX_DISPATCH_WARPS if rows_in_flight >= 2 * MAX_DISPATCH_WARPS else 1
-    pull_slots = min(rows_in_flight // dispatch_warps, MAX_PULL_SLOTS)
     return SharedMemory(
         activation_stage_bytes=activation_stage,
         weight_stage_bytes=weight_stage,
@@ -149,10 +146,9 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         pool_plan=pool_plan,
         pool_plan_bytes=pool_plan_bytes,
         pull=pull,
-        dispatch_warps=dispatch_warps,
         pull_slots=pull_slots,
         pull_slot_bytes=pull_slot,
-        num_bytes=pull + dispatch_warps * pull_slots * pull_slot,
+        num_bytes=pull + NUM_DISPATCH_WARPS * pull_slots * pull_slot,
     )
 
 

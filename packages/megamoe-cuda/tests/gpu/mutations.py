@@ -161,10 +161,30 @@ MUTATIONS = (
         new="i < cfg::kCounterWords; i += kThreadsPerRank) (void)counters;",
     ),
     Mutation(
-        name="a barrier arrival dropped",
+        name="a tile not published",
+        file="roles/publish.cuh",
+        old="if (!is_awaited || ring.gave_up()) continue;",
+        new="if (!is_awaited || ring.gave_up() || turn == 0) continue;",
+    ),
+    Mutation(
+        name="a tile published before it is stored",
+        file="roles/publish.cuh",
+        old="queue.await_end_of_tile(turn);",
+        new="ptx::mbarrier_arrive(queue.done(turn));",
+    ),
+    Mutation(
+        name="a tile published without a release",
+        file="roles/publish.cuh",
+        old="ptx::red_add_release_gpu(flags + tile.block, tile.arrivals());",
+        new="atomicAdd(flags + tile.block, tile.arrivals());",
+        may_be_harmless="stores have mostly reached the L2 cache when the math warps' arrivals are seen",
+    ),
+    Mutation(
+        name="row maxima overwritten while they are read",
         file="roles/gemm1_epilogue.cuh",
-        old="if (alive && thread.warpgroup == 0 && thread.warp == 0 && thread.lane == 0)",
-        new="if (alive && thread.warpgroup == 0 && thread.warp == 9 && thread.lane == 0)",
+        old="    ptx::named_barrier_sync(kMathBarrier, kMathThreads);  // those of the tile before have been read\n",
+        new="",
+        may_be_harmless="a tile of more K blocks than stages ends only after all warps have begun it",
     ),
     Mutation(
         name="rows not waited for",

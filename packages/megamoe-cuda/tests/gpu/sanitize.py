@@ -71,8 +71,8 @@ EVERY_LANE = (
     ),
     Edit(
         file="pipeline/tile_queue.cuh",
-        old="ptx::mbarrier_init(done(turn), cfg::kMathWarps);",
-        new="ptx::mbarrier_init(done(turn), cfg::kMathWarps * kWarpSize);",
+        old="ptx::mbarrier_init(done(turn), cfg::kMathWarps + 1);",
+        new="ptx::mbarrier_init(done(turn), cfg::kMathWarps * kWarpSize + 1);",
     ),
     Edit(
         file="pipeline/tile_queue.cuh",

@@ -36,9 +36,9 @@ ITS_HALF = "        if (shared) {\n"  # of a stage's weights, which a CTA loads 
 STUCK = "shared && own == 1 && tile.block == 3 && k == 2"
 FAULTS = {
     "a2_never_written": Edit(
-        file="roles/gemm1_epilogue.cuh",
-        old="tile.block, alive, tile.arrivals());",
-        new="tile.block, alive && tile.block != 5, tile.arrivals());",
+        file="roles/publish.cuh",
+        old="if (!is_awaited || ring.gave_up()) continue;",
+        new="if (!is_awaited || ring.gave_up() || (!tile.is_gemm2 && tile.block == 5)) continue;",
     ),
     "rows_never_arrive": Edit(
         file="roles/dispatch.cuh",

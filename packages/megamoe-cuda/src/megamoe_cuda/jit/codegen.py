@@ -10,6 +10,7 @@ from megamoe.schedule.workspace import combine_row_bytes
 from megamoe_cuda.kernel_config import (
     BLOCK_K,
     BLOCK_N,
+    NUM_DISPATCH_WARPS,
     NUM_MATH_WARPS,
     NUM_PRODUCER_WARPS,
     PREFETCHED_K_BLOCKS,
@@ -83,7 +84,6 @@ def kernel_source(config: KernelConfig) -> str:
 
 def _integers(config: KernelConfig) -> dict[str, int]:
     tile = config.tile
-    arrivals = tile.cluster_size * (2 if config.split_m else 1)
     layout = kernel_workspace(config)
     memory = shared_memory(config)
     return {
@@ -100,7 +100,7 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "MaxTokens": config.num_max_tokens_per_rank,
         "Threads": tile.num_threads,
         "ProducerWarps": NUM_PRODUCER_WARPS,
-        "DispatchWarps": memory.dispatch_warps,
+        "DispatchWarps": NUM_DISPATCH_WARPS,
         "PullSlots": memory.pull_slots,
         "PullSlotBytes": memory.pull_slot_bytes,
         "MathWarps": NUM_MATH_WARPS,
@@ -122,10 +122,9 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "Gemm2KBlocks": config.gemm2_k_blocks,
         "Gemm1NTiles": config.gemm1_n_tiles,
         "Gemm2NTiles": config.gemm2_n_tiles,
-        # a2_written and block_retired count column tiles; who has rows of his own there raises them: with split M each
-        # warpgroup, in a cluster those of each CTA
-        "Gemm1Arrivals": config.gemm1_n_tiles * arrivals,
-        "Gemm2Arrivals": config.gemm2_n_tiles * arrivals,
+        # a2_written and block_retired count column tiles, of each CTA of a cluster
+        "Gemm1Arrivals": config.gemm1_n_tiles * tile.cluster_size,
+        "Gemm2Arrivals": config.gemm2_n_tiles * tile.cluster_size,
         "PrefetchedKBlocks": PREFETCHED_K_BLOCKS,
         "RingBlocks": config.ring.ring_blocks,
         "LagBlocks": config.ring.lag_blocks,

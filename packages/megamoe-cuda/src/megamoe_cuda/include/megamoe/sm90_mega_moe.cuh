@@ -1,8 +1,8 @@
 // One launch of one MoE layer on SM90: stage, route, dispatch, GEMM1 + activation, GEMM2, send home, combine.
 //
 // Persistent and cooperative: one CTA per SM, of three warpgroups. All threads stage and route; then the first warpgroup
-// loads (warp 0 weights, warp 1 activations, up to two more pull rows from peers) and two multiply, send and combine. In
-// mode a8w4 one or two further warpgroups unpack weights.
+// loads (warp 0 weights, warp 1 activations), pulls rows from peers (warp 2) and publishes tiles (warp 3), and two multiply,
+// send and combine. In mode a8w4 one or two further warpgroups unpack weights.
 // With virtual ranks, several ranks share the GPU: rank r has CTAs [r * kCtasPerRank, (r + 1) * kCtasPerRank).
 //
 // codegen.py puts the constants of megamoe::cfg before this file.
@@ -14,6 +14,7 @@
 #include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
+#include "megamoe/roles/publish.cuh"
 #include "megamoe/roles/route.cuh"
 #include "megamoe/roles/stage.cuh"
 #include "megamoe/symm/trace.cuh"
@@ -54,6 +55,8 @@ __device__ __forceinline__ void producer_role(const Cta& cta, const PoolPlan& pl
     } else if (warp < 2 + cfg::kDispatchWarps) {
         dispatch_role(cta.arguments, plan, ring, warp - 2);
         trace(cta, TracePoint::kPulled, warp == 2 && lane_id() == 0);
+    } else {
+        if (lane_id() == 0) publisher(cta.arguments, ring, queue);
     }
 }
 

@@ -14,8 +14,7 @@ namespace megamoe {
 constexpr uint32_t kHalves = cfg::kSplitM ? 2 : 1;
 constexpr uint32_t kHalfColumns = 128;
 constexpr uint32_t kHalfBytes = kHalfColumns * ptx::kSwizzleBytes;
-constexpr uint32_t kMathBarrier = 1;       // all math threads
-constexpr uint32_t kWarpgroupBarrier = 2;  // + warpgroup
+constexpr uint32_t kMathBarrier = 1;  // all math threads
 constexpr uint32_t kMathThreads = cfg::kMathWarps * kWarpSize;
 
 // Place of a math thread: its warpgroup, and where its accumulators lie.

@@ -4,9 +4,11 @@
 // come from a counter. A fixed assignment left the last CTA 7 to 11% behind the median (H200, 8 and 1024 tokens).
 //
 //   published[s]   one arrival, the weight loader, after it wrote slot s. Waited for by the readers: the activation loader,
-//                  the math warps and the converter warps.
-//   done[s]        one arrival per math warp, at the end of its epilogue. Waited for by the weight loader. Other readers need
-//                  none: math warps end a tile only after these have read it (kernel_config.py refuses what breaks that).
+//                  the math warps, the publisher and the converter warps.
+//   done[s]        one arrival per math warp, at the end of its epilogue, and one of the publisher, once it has read the slot.
+//                  Waited for by the weight loader, and by the publisher: what the math warps stored is then ordered
+//                  before the flag that it raises. Other readers need none: math warps end a tile only after these have
+//                  read it (kernel_config.py refuses what breaks that).
 //   phase          turn t uses slot t mod kQueueSlots; both flip once per trip.
 //   end            the last tile has no rows. It always comes, after an abort too: readers wait without a watchdog.
 #pragma once
@@ -35,7 +37,7 @@ struct TileQueue {
     __device__ __forceinline__ void initialize() const {
         for (uint32_t turn = 0; turn < kQueueSlots; ++turn) {
             ptx::mbarrier_init(published(turn), 1);
-            ptx::mbarrier_init(done(turn), cfg::kMathWarps);
+            ptx::mbarrier_init(done(turn), cfg::kMathWarps + 1);
         }
         ptx::fence_mbarrier_init();
     }
@@ -56,6 +58,12 @@ struct TileQueue {
 
     __device__ __forceinline__ void await(uint32_t turn) const {
         while (!ptx::mbarrier_try_wait(published(turn), parity(turn))) {
+        }
+    }
+    // The publisher: it needs the slot no more, and waits until every math warp has ended the tile.
+    __device__ __forceinline__ void await_end_of_tile(uint32_t turn) const {
+        ptx::mbarrier_arrive(done(turn));
+        while (!ptx::mbarrier_try_wait(done(turn), parity(turn))) {
         }
     }
     // After await(). Volatile: read again where it is needed, not kept in registers.

@@ -33,12 +33,12 @@ __device__ __forceinline__ uint32_t row_amax_bits(const Accumulators& sums, int 
     return max_over_lanes<4>(bits);
 }
 
-// The larger of both warpgroups' amax of the same rows, through `exchange` [2 warpgroups][kTileM]. It is written again
-// only after the barrier of publish_tile, which follows every read.
+// The larger of both warpgroups' amax of the same rows, through `exchange` [2 warpgroups][kTileM].
 __device__ __forceinline__ void exchange_amax(uint32_t exchange, const MathThread& thread, uint32_t (&amax_bits)[2]) {
     const uint32_t rows = exchange + 4 * thread.row();
     const uint32_t own = rows + 4 * thread.warpgroup * cfg::kTileM;
     const uint32_t other = rows + 4 * (thread.warpgroup ^ 1) * cfg::kTileM;
+    ptx::named_barrier_sync(kMathBarrier, kMathThreads);  // those of the tile before have been read
     if (thread.quad == 0) {
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(own), "r"(amax_bits[0]) : "memory");
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(own + 4 * 8), "r"(amax_bits[1]) : "memory");
@@ -101,17 +101,6 @@ __device__ __forceinline__ void store_a2_bf16(const Cta& cta, const MathThread& 
     }
 }
 
-// Raises `flag` by `arrivals` once the threads that share the tile's rows have stored; red.release.gpu after their barrier.
-__device__ __forceinline__ void publish_tile(const MathThread& thread, uint32_t* flag, bool alive, uint32_t arrivals = 1) {
-    if constexpr (cfg::kSplitM) {
-        ptx::named_barrier_sync(kWarpgroupBarrier + thread.warpgroup, kMathThreads / 2);
-        if (alive && thread.warp == 0 && thread.lane == 0) ptx::red_add_release_gpu(flag, arrivals);
-    } else {
-        ptx::named_barrier_sync(kMathBarrier, kMathThreads);
-        if (alive && thread.warpgroup == 0 && thread.warp == 0 && thread.lane == 0) ptx::red_add_release_gpu(flag, arrivals);
-    }
-}
-
 __device__ __forceinline__ void tap_accumulators(const Cta& cta, const PoolPlan& plan, const MathThread& thread,
                                                  const Tile& tile, const Accumulators& sums) {
     const uint32_t first_row =
@@ -143,7 +132,6 @@ __device__ __forceinline__ void gemm1_epilogue(const Cta& cta, const PoolPlan& p
     if constexpr (cfg::kHasRowScales) store_a2_fp8(cta, thread, tile, sums, exchange, alive);
     else store_a2_bf16(cta, thread, tile, sums, alive);
     ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies
-    publish_tile(thread, cta.workspace.a2_written(cta.epoch) + tile.block, alive, tile.arrivals());
 }
 
 }  // namespace megamoe

@@ -178,9 +178,6 @@ __device__ __forceinline__ void gemm2_epilogue(const Cta& cta, const MathThread&
             send_half_fp8(sums.values[half], weight, rows, home.combine_row, column, staging, thread);
         }
     }
-    if constexpr (cfg::kRingWraps || cfg::kConvertsAhead) {
-        publish_tile(thread, cta.workspace.block_retired(cta.epoch) + tile.block, alive, tile.arrivals());
-    }
 }
 
 }  // namespace megamoe

@@ -102,15 +102,6 @@ __device__ __forceinline__ bool has_only_padding(const Tile& tile) {
     return cfg::kSplitM && cfg::kSwappedRows < 64 && MathThread::identify().warpgroup == 1 && tile.num_rows <= 64;
 }
 
-// Keeps the ring and the flags in step without a multiplication.
-__device__ __forceinline__ void skip_tile(const KernelArguments& arguments, const Ring& ring, const Tile& tile,
-                                          ModeMainLoop& loop) {
-    loop.skip(tile.k_blocks());
-    const Cta cta = recall_cta(arguments, ring.facts());
-    uint32_t* flag = tile.is_gemm2 ? cta.workspace.block_retired(cta.epoch) : cta.workspace.a2_written(cta.epoch);
-    publish_tile(MathThread::identify(), flag + tile.block, loop.alive, tile.arrivals());
-}
-
 __device__ __forceinline__ void end_call(const KernelArguments& arguments, const Ring& ring, bool alive) {
     const Cta cta = recall_cta(arguments, ring.facts());
     const MathThread thread = MathThread::identify();
@@ -144,7 +135,7 @@ __device__ __forceinline__ void math_role(const KernelArguments& arguments, cons
         const Tile tile = queue.read(turn);
         if (has_only_padding(tile)) {
             weight_scales.await();  // not used, but the next tile's go to the same words
-            skip_tile(arguments, ring, tile, loop);
+            loop.skip(tile.k_blocks());
             queue.release(turn);
             more = prepare_tile(arguments, ring, queue, turn + 1);
             continue;

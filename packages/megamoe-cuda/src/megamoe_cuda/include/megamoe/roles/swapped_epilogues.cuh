@@ -2,7 +2,7 @@
 // are single columns of many rows, and stores want many columns of one row.
 //
 // In turns of a few rows, all math threads stage FP32 values as [row][column], and then take kReaderColumns columns of one
-// row each. Arithmetic is that of gemm1_epilogue.cuh and gemm2_epilogue.cuh, element by element.
+// row each: those of its warp's staging lines, so that no other warp reads these once the warp has ended the tile. Arithmetic is that of gemm1_epilogue.cuh and gemm2_epilogue.cuh, element by element.
 #pragma once
 
 #include "megamoe/pipeline/swapped_loop.cuh"
@@ -12,7 +12,7 @@ namespace megamoe {
 
 constexpr uint32_t kReaderColumns = 16;                            // of a thread and a turn
 constexpr uint32_t kStagedValues = kMathThreads * kReaderColumns;  // of a turn
-static_assert(kStagedValues * 4 <= cfg::kMathWarps * cfg::kStagingWarpBytes, "staging is too small");
+static_assert(kStagedValues * 4 == cfg::kMathWarps * cfg::kStagingWarpBytes, "a warp reads the rows in its own lines");
 
 // A turn's values, kColumns of each row. Columns are swizzled in groups of 8 by the row, so that the lanes of a warp, which
 // write 8 columns of 4 rows at a time, meet all banks.
@@ -133,7 +133,6 @@ __device__ __forceinline__ void swapped_gemm1_epilogue(const Cta& cta, const Poo
     };
     take_turns<kTokens, kChannels>(thread, tile.num_rows, write, read);
     ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies
-    publish_tile(thread, cta.workspace.a2_written(cta.epoch) + tile.block, alive);
 }
 
 // Where the rows go that a thread takes in GEMM2's turns.
@@ -232,9 +231,6 @@ __device__ __forceinline__ void swapped_gemm2_epilogue(const Cta& cta, const Mat
         }
     };
     take_turns<kTokens, cfg::kBlockN>(thread, tile.num_rows, write, read);
-    if constexpr (cfg::kRingWraps || cfg::kConvertsAhead) {
-        publish_tile(thread, cta.workspace.block_retired(cta.epoch) + tile.block, alive);
-    }
 }
 
 }  // namespace megamoe

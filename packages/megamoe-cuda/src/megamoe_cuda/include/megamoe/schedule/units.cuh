@@ -64,7 +64,7 @@ struct Tile {
     __device__ __forceinline__ uint32_t row_in_block() const { return ring_slot % cfg::kClusterSize * cfg::kTileM; }
     // Whether the CTAs of a cluster multiply by the same weights (pipeline/cluster.cuh).
     __device__ __forceinline__ bool shares_weights() const { return cfg::kClusterSize > 1 && block_rows > cfg::kTileM; }
-    // Of a warpgroup on its block's flags, which count to the same number however few rows the block has.
+    // Of a CTA on its block's flags, which count to the same number however few rows the block has.
     __device__ __forceinline__ uint32_t arrivals() const {
         return cfg::kClusterSize == 1 || shares_weights() ? 1 : cfg::kClusterSize;
     }
