@@ -73,6 +73,14 @@ def test_a_pair_where_there_are_scales_and_only_there(quant: str) -> None:
         make_weights(problem(quant), wrong, w2, layout="packed")
 
 
+def test_a_list_of_experts_is_not_spelt_out() -> None:
+    """256 of them were 8 kB of message."""
+    with pytest.raises(
+        InputError, match=r"got 256 of them \(torch.stack makes one tensor of a list\); expected a BF16"
+    ):
+        make_weights(problem("bf16"), [torch.zeros(1)] * 256, operands("bf16")[1], layout="packed")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("wrong", [None, "x", (), (None, None), (torch.zeros(1),) * 3])
 @pytest.mark.parametrize("quant", ["bf16", "a8w8"])
 def test_what_is_no_weight_is_refused(quant: str, wrong: Any) -> None:

@@ -260,10 +260,10 @@ class Backend(ABC):
             group: what joins the ranks: a `torch.distributed.ProcessGroup`, a `megamoe.symm.Group`, `VirtualRanks()`
                 for a session that drives all ranks itself, or None for `ep_size` 1.
             timeout_s: how long a wait for a peer may take; None reads MEGAMOE_TIMEOUT_S (default 300).
-            workspace: symmetric memory of at least `plan.bytes` to use instead of allocating, if the backend can.
+            workspace: contiguous uint8 of at least `plan.bytes` to use instead of allocating, if the backend can.
 
         Raises:
-            WorkspaceError: out of memory; raised on every rank, none hangs.
+            WorkspaceError: out of memory; raised on every rank, none hangs. Or a `workspace` that can't be used.
             ConfigError: `group` does not have `plan.problem.ep_size` ranks, or plans differ between ranks.
         """
 
@@ -453,7 +453,12 @@ class Session(ABC):
         """COLLECTIVE. Free everything; calling it again does nothing."""
 
     def __enter__(self) -> Session:
+        self.require_open()
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse copies and pickles: a second object would give back the same memory."""
+        raise SessionError("a session can't be copied or pickled", hint="open one with backend.open(plan, group)")
 
     def __exit__(self, *exc: object) -> None:
         self.close()

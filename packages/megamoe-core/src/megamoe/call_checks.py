@@ -182,7 +182,7 @@ def require_ids(topk_ids: Tensor, num_experts: int) -> None:
 
 
 def valid_rows(num_tokens: Any, num_rows: int, device: torch.device) -> int | Tensor:
-    """How many rows of a call are no padding, on a GPU: a number, or where the kernels find it. Does not synchronise.
+    """How many rows of a call are no padding: a number, or where the kernels find it. Does not synchronise.
 
     Args:
         num_tokens: argument of `forward`, not None.

@@ -21,8 +21,25 @@ from pathlib import Path
 
 from megamoe.errors import ConfigError
 
+VARIABLES = (
+    "MEGAMOE_BACKEND",
+    "MEGAMOE_TIMEOUT_S",
+    "MEGAMOE_DEBUG",
+    "MEGAMOE_CACHE_DIR",
+    "MEGAMOE_RANKS_PER_GPU",
+    "MEGAMOE_ROCM_DEVICE",
+    "MEGAMOE_SGLANG_UNSUPPORTED",
+    "MEGAMOE_SGLANG_TRANSPORT",
+    "MEGAMOE_SGLANG_MAX_TOKENS",
+    "MEGAMOE_SGLANG_METRICS",
+)
 ROCM_DEVICES = ("gfx950", "nvidia", "interpreter", "isa")
 DEFAULT_TIMEOUT_S = 300.0  # a rank whose kernels just compiled can be late by minutes
+
+
+def given() -> dict[str, str]:
+    """What is set under a name that begins with `MEGAMOE_`; nothing reads those that are not in `VARIABLES`."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("MEGAMOE_")}
 
 
 def backend() -> str | None:

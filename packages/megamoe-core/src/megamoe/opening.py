@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import Plan, VirtualRanks
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, WorkspaceError
 from megamoe.symm import Group
 from megamoe.symm.agreement import ProcessGroupRanks, Ranks, agree, check_seats, exchange_seats, take_seat
+from megamoe.tensors import is_on
 
 
 def ranks_of(group: Any, plan: Plan, backend: str, config_type: type) -> Ranks | None:
@@ -64,9 +66,38 @@ def wait_s(timeout_s: float | None) -> float:
     """
     if timeout_s is None:
         return env.timeout_s()
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
         raise ConfigError("timeout_s is not a time", got=repr(timeout_s), expected="a positive number of seconds")
     return timeout_s
+
+
+def given_workspace(workspace: object, num_bytes: int, device: torch.device, *, alignment: int) -> Tensor:
+    """Memory that `Backend.open` was handed, as `[num_bytes]` uint8.
+
+    Args:
+        workspace: what it was given.
+        num_bytes: that the session needs of it.
+        device: where it computes.
+        alignment: bytes that the address has to be a multiple of.
+
+    Raises:
+        WorkspaceError: no contiguous uint8 on `device`, too small, or not aligned.
+    """
+    if not isinstance(workspace, Tensor):
+        raise WorkspaceError("the workspace is not a tensor", got=type(workspace).__name__, expected="uint8, or None")
+    if not is_on(device, workspace) or workspace.dtype != torch.uint8 or not workspace.is_contiguous():
+        raise WorkspaceError(
+            "the workspace is not plain bytes of this device",
+            got=f"{workspace.dtype} on {workspace.device}, strides {workspace.stride()}",
+            expected=f"contiguous uint8 on {device}",
+        )
+    if workspace.numel() < num_bytes or workspace.data_ptr() % alignment:
+        raise WorkspaceError(
+            "the workspace is too small or not aligned",
+            got=f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
+            expected=f"{num_bytes} bytes at a multiple of {alignment} bytes",
+        )
+    return workspace.detach().flatten()[:num_bytes]
 
 
 def require_paths(ranks: Ranks, plan: Plan, device: torch.device, *, version: str, timeout_s: float) -> None:

@@ -134,9 +134,7 @@ def make_weights(
         if len(parts) != 1 + quantized or not all(isinstance(part, Tensor) for part in parts):
             raise InputError(
                 f"{name} does not fit quant mode {problem.quant}",
-                got=" and ".join(
-                    f"a tensor of {part.dtype}" if isinstance(part, Tensor) else type(part).__name__ for part in parts
-                ),
+                got=_described(parts),
                 expected="(payload, scale)" if quantized else "a BF16 tensor",
                 hint=OTHER_WEIGHTS,
             )
@@ -145,6 +143,14 @@ def make_weights(
         if bias is not None and not isinstance(bias, Tensor):
             raise InputError(f"{name} is not a tensor", got=type(bias).__name__, expected="FP32, or None")
     return WEIGHT_TYPE[QuantMode(problem.quant)](layout=layout, w13_bias=w13_bias, w2_bias=w2_bias, **tensors)
+
+
+def _described(parts: tuple[object, ...]) -> str:
+    if len(parts) > 2:
+        return f"{len(parts)} of them (torch.stack makes one tensor of a list)"
+    return " and ".join(
+        f"a tensor of {part.dtype}" if isinstance(part, Tensor) else type(part).__name__ for part in parts
+    )
 
 
 def check_weights(weights: ExpertWeights, problem: MoEProblem) -> None:
@@ -204,6 +210,8 @@ def _expected_tensors(problem: MoEProblem) -> Iterator[tuple[str, tuple[tuple[in
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedWeights:
     """Experts in the layout that one backend's kernels read; made by `Session.prepare_weights`.
+
+    Not to be stored: the layout may be another one in the next version.
 
     Args:
         backend: name of the backend that prepared them.

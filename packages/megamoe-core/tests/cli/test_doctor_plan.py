@@ -43,6 +43,16 @@ def test_doctor_says_why_a_wanted_backend_is_not_chosen(megamoe: Call, monkeypat
     assert "MEGAMOE_BACKEND" in report["why"]
 
 
+def test_doctor_says_what_is_set_and_what_nothing_reads(megamoe: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "5")
+    monkeypatch.setenv("MEGAMOE_TIMEOUT", "7")
+    lines = megamoe("doctor").stdout.splitlines()
+    assert "MEGAMOE_TIMEOUT_S=5" in lines
+    assert "MEGAMOE_TIMEOUT=7 is read by nothing" in lines
+    environment = megamoe("doctor", "--json").json["environment"]
+    assert (environment["MEGAMOE_TIMEOUT_S"], environment["MEGAMOE_TIMEOUT"]) == ("5", "7")
+
+
 SIZES = ("--hidden", 4096, "--intermediate", 2048, "--experts", 256, "--top-k", 8, "--tokens", 512, "--ep", 8)
 
 
@@ -105,6 +115,11 @@ def test_plan_says_why_a_backend_can_not(megamoe: Call) -> None:
     assert "NoBackendError" in result.stderr
     assert "--hidden, --top-k" in megamoe("plan", "--intermediate", 128, "--experts", 8, exit_code=2).stderr
     assert "not_installed" in megamoe("plan", *SIZES, "--backend", "abacus", exit_code=2).stderr
+
+
+def test_swapped_sizes_are_refused(megamoe: Call) -> None:
+    swapped = ("--hidden", 128, "--intermediate", 128, "--experts", 2, "--top-k", 8, "--ep", 1)
+    assert "more picks than experts; got top_k 8; expected at most 2" in megamoe("plan", *swapped, exit_code=2).stderr
 
 
 def test_a_configuration_is_one_backends_own(megamoe: Call) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,11 +48,16 @@ def test_what_is_no_tensor_is_refused_by_name(place: int, value: object) -> None
 
 
 @pytest.mark.parametrize(
-    "num_tokens", [2.5, True, "3", [3], torch.tensor([3, 4]), torch.tensor(2.7), torch.tensor(3, device="meta")]
+    "num_tokens",
+    [
+        *(2.5, True, "3", [3], torch.tensor(3), torch.tensor(2.7), torch.tensor([3, 4], dtype=torch.int32)),
+        *(torch.tensor(99, dtype=torch.int32), torch.tensor(-1, dtype=torch.int32)),
+        torch.tensor(3, dtype=torch.int32, device="meta"),
+    ],
 )
-def test_a_number_of_tokens_is_whole(num_tokens: Any) -> None:
+def test_a_number_of_tokens_is_whole_and_as_a_gpu_takes_it(num_tokens: Any) -> None:
     _, session, arguments = opened(quant="bf16")
-    with pytest.raises(InputError, match="num_tokens does not fit"):
+    with pytest.raises(InputError, match="num_tokens is"):
         session.forward(*arguments, num_tokens=num_tokens)
 
 
@@ -99,7 +106,14 @@ def test_a_workspace_at_an_odd_address_is_refused(offset: int) -> None:
         BACKEND.open(plan, workspace=memory[offset : offset + plan.bytes])
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "x"])
+@pytest.mark.parametrize("workspace", [5, torch.zeros(9999), torch.zeros(9999, dtype=torch.uint8, device="meta")])
+def test_a_workspace_is_bytes_of_the_device(workspace: Any) -> None:
+    plan = BACKEND.plan(make_layer(ep_size=1, num_tokens=4, quant="bf16").problem)
+    with pytest.raises(WorkspaceError, match="is not a tensor; got int|not plain bytes of this device"):
+        BACKEND.open(plan, workspace=workspace)
+
+
+@pytest.mark.parametrize("timeout_s", [0, True, -1.0, float("nan"), float("inf"), "x"])
 def test_a_timeout_is_a_positive_number(timeout_s: Any) -> None:
     plan = BACKEND.plan(make_layer(ep_size=1, num_tokens=4, quant="bf16").problem)
     with pytest.raises(ConfigError, match="timeout_s is not a time"):
@@ -223,6 +237,14 @@ def test_memory_goes_with_the_session_and_not_with_the_garbage_collector(close: 
 def test_a_closed_session_says_so() -> None:
     _, session, _ = opened(quant="bf16")
     session.close()
-    for ask in (session.receive_counts, session.stats, session.keep_taps, session.taps, session.check, session.warmup):
+    asks = (session.receive_counts, session.stats, session.keep_taps, session.taps, session.check, session.warmup)
+    for ask in (*asks, session.__enter__):
         with pytest.raises(SessionError, match="closed"):
             ask()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_session_is_not_copied(duplicate: Callable[[Any], Any]) -> None:
+    _, session, _ = opened(quant="bf16")
+    with pytest.raises(SessionError, match="can't be copied"):
+        duplicate(session)

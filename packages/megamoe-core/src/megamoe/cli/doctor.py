@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from megamoe import env
 from megamoe._version import __version__
 from megamoe.bench.commit import current_commit
 from megamoe.cli.console import bytes_text, command, out, say
@@ -56,6 +57,8 @@ def doctor(
     if missing:
         say(f"not installed, and optional: {', '.join(missing)}")
     say(_toolkit())
+    for name, value in env.given().items():
+        say(escape(f"{name}={value}") + ("" if name in env.VARIABLES else " [bold yellow]is read by nothing[/]"))
     for index, gpu in enumerate(gpus):
         say(f"GPU {index}: {gpu.name}, {gpu.arch}, {bytes_text(gpu.memory_bytes)}")
     table = Table("backend", "package", "verdict", "detail")
@@ -114,6 +117,7 @@ def _as_json(versions: dict[str, str | None], gpus: list[Gpu], report: Selection
         "torch_cuda": torch.version.cuda,
         "torch_hip": torch.version.hip,
         "gpus": [asdict(gpu) for gpu in gpus],
+        "environment": env.given(),
         "chosen": report.chosen,
         "why": report.why,
         "backends": [

@@ -16,7 +16,7 @@ from megamoe.bench.roofline import weight_bytes
 from megamoe.checkpoint import TensorFiles, find_layer
 from megamoe.cli.console import bytes_text, command, out, say
 from megamoe.cli.prediction import predict_on_paper, predict_plan, print_prediction, why_not
-from megamoe.cli.run import make_problem
+from megamoe.cli.run import make_problem, require_distinct_picks
 from megamoe.errors import BackendUnavailableError, ConfigError, NoBackendError
 from megamoe.problem import Activation, MoEProblem, Transport
 from megamoe.registry import REFERENCE, candidates, load
@@ -67,8 +67,10 @@ def plan(
             num_max_tokens=tokens,
         )
     else:
+        sizes = _sizes(hidden, intermediate, experts, top_k)
+        require_distinct_picks(sizes["top_k"], sizes["num_experts"])
         problem = MoEProblem(
-            **_sizes(hidden, intermediate, experts, top_k),
+            **sizes,
             num_max_tokens_per_rank=tokens,
             ep_size=ep,
             quant=mode or "a8w8",

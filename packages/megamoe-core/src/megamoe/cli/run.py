@@ -164,6 +164,7 @@ def make_problem(
         raise ConfigError(
             "nothing says how many experts a token has", hint="give --top-k, or a config.json with num_experts_per_tok"
         )
+    require_distinct_picks(top_k, stored.num_experts)
     return MoEProblem(
         hidden_size=stored.hidden_size,
         intermediate_size=stored.intermediate_size,
@@ -178,6 +179,12 @@ def make_problem(
         expert_bias=stored.expert_bias,
         act_format=act_format,
     )
+
+
+def require_distinct_picks(top_k: int, num_experts: int) -> None:
+    """Raise ConfigError for more picks than experts: a call takes an expert twice, but no router makes such a call."""
+    if top_k > num_experts:
+        raise ConfigError("more picks than experts", got=f"top_k {top_k}", expected=f"at most {num_experts}")
 
 
 def _set_device(device: str, backend: str) -> str:

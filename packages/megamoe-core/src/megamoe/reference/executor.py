@@ -146,18 +146,22 @@ class RankExecutor:
         """Raise RankFailedError if a rank failed in this call or before, or died without having finished its part."""
         for peer, word in enumerate(self._memory.words("abort").tolist()):
             if peer != self.rank and word != self._base_epoch and reached(self._call.epoch, word):
-                raise self._failed(peer, f"rank {peer} raised in the middle of call {word}")
+                what = f"rank {peer} raised in the middle of call {word}"
+                raise self._failed(peer, what, f"rank {peer}'s own error says more")
         for peer in dead:
             if not reached(int(self._memory.words(RANK_FINISHED.name)[peer]), self._call.epoch):
-                raise self._failed(peer, f"rank {peer}'s process ended or left the group")
+                hint = (
+                    f"rank {peer}'s own log says more; if it says nothing, it was killed, or closed its session alone"
+                )
+                raise self._failed(peer, f"rank {peer}'s process ended or left the group", hint)
 
-    def _failed(self, peer: int, why: str) -> RankFailedError:
+    def _failed(self, peer: int, why: str, hint: str) -> RankFailedError:
         return RankFailedError(
             f"rank {self.rank} can't finish call {self._call.epoch}: {why}",
             rank=self.rank,
             peer=peer,
-            hint=f"rank {peer}'s own error says more; then every rank calls session.reset() together, or opens a new "
-            "session on a group of the ranks that are left",
+            hint=f"{hint}; then every rank calls session.reset() together, or opens a new session on a group of the "
+            "ranks that are left",
         )
 
     # -- flags -----------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from megamoe.backend import Plan
 from megamoe.errors import ConfigError, WorkspaceError
+from megamoe.opening import given_workspace
 from megamoe.reference.executor import RankExecutor
 from megamoe.reference.memory import RankMemory
 from megamoe.reference.plan import ReferencePlan
-from megamoe.reference.session import ReferenceSession
+from megamoe.reference.session import CPU_DEVICE, ReferenceSession
 from megamoe.symm import Group
 from megamoe.symm.agreement import Ranks
 from megamoe.symm.shm import connect_process_group
@@ -41,14 +42,8 @@ def _open_alone(plan: ReferencePlan, *, virtual: bool, timeout_s: float, workspa
     if workspace is not None:
         if virtual:
             raise ConfigError("virtual ranks allocate their own memory", got="workspace=", expected="None")
-        layout.check_size(workspace.nbytes)
-        if workspace.device.type != "cpu" or not workspace.is_contiguous() or workspace.data_ptr() % WORKSPACE_ALIGN:
-            raise WorkspaceError(
-                "this workspace can't be used",
-                got=f"{workspace.device}, strides {workspace.stride()}, offset {workspace.storage_offset()}",
-                expected=f"CPU, contiguous, at a multiple of {WORKSPACE_ALIGN} bytes",
-            )
-        spaces = [workspace.detach().flatten().view(torch.uint8)[: layout.num_bytes].zero_()]
+        given = given_workspace(workspace, layout.num_bytes, CPU_DEVICE, alignment=WORKSPACE_ALIGN)
+        spaces = [given.zero_()]
     else:
         spaces = [_allocate(layout.num_bytes) for _ in range(size)]
     split = layout.symmetric_bytes

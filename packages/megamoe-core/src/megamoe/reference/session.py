@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import HiddenStates, Session, StageTaps
-from megamoe.call_checks import by_rank, check_call, require_ids
+from megamoe.call_checks import by_rank, check_call, require_ids, valid_rows
 from megamoe.errors import (
     InputError,
     MegaMoETimeoutError,
@@ -159,7 +158,7 @@ class ReferenceSession(Session):
         )
         if topk_ids.device.type != "cpu":
             raise InputError("the reference computes on CPU", got=topk_ids.device, expected="CPU tensors")
-        valid = _valid_rows(num_tokens, num_rows)
+        valid = _num_valid_rows(num_tokens, num_rows)
         if env.debug():
             require_ids(topk_ids[:valid], problem.num_experts)
         if out is None:
@@ -297,26 +296,16 @@ class ReferenceSession(Session):
             self._group.close()
 
 
-def _valid_rows(num_tokens: Any, num_rows: int) -> int:
-    """Rows of a call that are no padding.
+def _num_valid_rows(num_tokens: Any, num_rows: int) -> int:
+    """Rows of a call that are no padding; on a CPU a scalar's value is looked at too.
 
     Raises:
-        InputError: no whole number, or one that the call has not.
+        InputError: see `valid_rows`.
     """
     if num_tokens is None:
         return num_rows
-    if isinstance(num_tokens, Tensor):
-        whole = not (num_tokens.is_floating_point() or num_tokens.is_complex() or num_tokens.dtype == torch.bool)
-        fits = whole and num_tokens.numel() == 1 and num_tokens.device.type == "cpu"
-    else:
-        fits = isinstance(num_tokens, Integral) and not isinstance(num_tokens, bool)
-    if not fits or not 0 <= int(num_tokens) <= num_rows:
-        raise InputError(
-            "num_tokens does not fit hidden_states",
-            got=repr(num_tokens),
-            expected=f"0 to {num_rows}, as an int or an integer scalar tensor on CPU",
-        )
-    return int(num_tokens)
+    count = valid_rows(num_tokens, num_rows, CPU_DEVICE)
+    return int(valid_rows(int(count), num_rows, CPU_DEVICE))
 
 
 @torch.inference_mode()  # `out` may come from inference mode, or ask for gradients, which there are none of
