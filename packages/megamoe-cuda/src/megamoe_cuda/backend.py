@@ -13,7 +13,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.backend import Backend, Capability, Plan, Reason, Session, Verdict, VirtualRanks
 from megamoe.errors import BackendUnavailableError, ConfigError, WorkspaceError
-from megamoe.opening import ranks_of, require_paths, wait_s
+from megamoe.opening import given_workspace, ranks_of, require_paths, wait_s
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200, DeviceSpec
 from megamoe.symm import Group, PeerMemory
@@ -252,17 +252,6 @@ def _allocate_here(size: int, num_bytes: int, device: torch.device, workspace: T
             raise WorkspaceError(
                 "out of GPU memory", got=str(error).splitlines()[0], expected=f"{size * num_bytes} bytes"
             ) from None
-    if workspace.device != device or workspace.dtype != torch.uint8 or not workspace.is_contiguous():
-        raise WorkspaceError(
-            "the workspace is not plain bytes of this GPU",
-            got=f"{workspace.dtype} on {workspace.device}",
-            expected=f"contiguous uint8 on {device}",
-        )
-    if workspace.numel() < size * num_bytes or workspace.data_ptr() % WORKSPACE_ALIGNMENT:
-        raise WorkspaceError(
-            "the workspace is too small or not aligned",
-            got=f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
-            expected=f"{size * num_bytes} bytes at a multiple of {WORKSPACE_ALIGNMENT}",
-        )
-    ranks = workspace.flatten()[: size * num_bytes].view(size, num_bytes).unbind()
+    workspace = given_workspace(workspace, size * num_bytes, device, alignment=WORKSPACE_ALIGNMENT)
+    ranks = workspace.view(size, num_bytes).unbind()
     return PeerMemory(ranks=ranks, release=lambda: None)
