@@ -58,13 +58,7 @@ def skew(each: Measurement) -> dict[str, int]:
     problem, counts = each.problem, torch.zeros(NUM_ROUTINGS, each.problem.num_experts)
     for seed in range(NUM_ROUTINGS):
         for rank in range(problem.ep_size):
-            picks = Picks(
-                num_tokens=each.num_tokens,
-                top_k=problem.top_k,
-                num_experts=problem.num_experts,
-                ep_size=problem.ep_size,
-                src_rank=rank,
-            )
+            picks = Picks.of(problem, num_tokens=each.num_tokens, src_rank=rank)
             ids = routing(each.routing)(picks, torch.Generator().manual_seed(seed * 1000 + rank))
             counts[seed] += torch.bincount(ids.flatten(), minlength=problem.num_experts)
     ranks = counts.view(NUM_ROUTINGS, problem.ep_size, -1).sum(2)

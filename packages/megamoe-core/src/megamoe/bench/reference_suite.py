@@ -179,13 +179,7 @@ def loop_over_experts(
 
 def _call(problem: MoEProblem, num_tokens: int, rank: int) -> Call:
     rng = torch.Generator().manual_seed(rank)
-    picks = Picks(
-        num_tokens=num_tokens,
-        top_k=problem.top_k,
-        num_experts=problem.num_experts,
-        ep_size=problem.ep_size,
-        src_rank=rank,
-    )
+    picks = Picks.of(problem, num_tokens=num_tokens, src_rank=rank)
     return Call(
         hidden_states=torch.randn(num_tokens, problem.hidden_size, generator=rng).bfloat16(),
         topk_ids=routing(ROUTING)(picks, rng),

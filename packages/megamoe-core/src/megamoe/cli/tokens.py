@@ -130,13 +130,7 @@ class TokenSource:
         if self.routing == FROM_ROUTER:
             assert self.layer is not None
             return load_router(self.layer, problem.top_k)(hidden)
-        picks = Picks(
-            num_tokens=len(rows),
-            top_k=problem.top_k,
-            num_experts=problem.num_experts,
-            ep_size=problem.ep_size,
-            src_rank=rank,
-        )
+        picks = Picks.of(problem, num_tokens=len(rows), src_rank=rank)
         return routing(self.routing)(picks, rng), router_weights(len(rows), problem.top_k, rng)
 
 

@@ -93,13 +93,7 @@ def _make_call(case: Case, rank: int, device: torch.device, round_: int) -> Call
     problem, num_tokens = case.problem, case.tokens[rank]
     # Made on the CPU, so that a case is the same on every device.
     rng = torch.Generator().manual_seed(case.seed * 1000 + rank * 100_003 + round_ * 7)
-    picks = Picks(
-        num_tokens=num_tokens,
-        top_k=problem.top_k,
-        num_experts=problem.num_experts,
-        ep_size=problem.ep_size,
-        src_rank=rank,
-    )
+    picks = Picks.of(problem, num_tokens=num_tokens, src_rank=rank)
     ids = ROUTINGS[case.routing](picks, rng)
     weights = torch.rand(picks.shape, generator=rng) + 0.05
     weights /= weights.sum(-1, keepdim=True)

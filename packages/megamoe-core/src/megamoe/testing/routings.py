@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megamoe.problem import MoEProblem
+
 MASKED = -1  # "no expert"
 
 
@@ -31,6 +33,17 @@ class Picks:
     num_experts: int
     ep_size: int
     src_rank: int
+
+    @classmethod
+    def of(cls, problem: MoEProblem, *, num_tokens: int, src_rank: int) -> Picks:
+        """Those of a rank that brings `num_tokens` tokens to a layer."""
+        return cls(
+            num_tokens=num_tokens,
+            top_k=problem.top_k,
+            num_experts=problem.num_experts,
+            ep_size=problem.ep_size,
+            src_rank=src_rank,
+        )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -29,13 +29,7 @@ class Inputs:
 def make_inputs(problem: MoEProblem, *, num_tokens: int, routing_name: str, rank: int, seed: int) -> Inputs:
     """Gaussian tokens and picks of `rank`; the same for the same seed."""
     rng = torch.Generator().manual_seed(seed * 1000 + rank)
-    picks = Picks(
-        num_tokens=num_tokens,
-        top_k=problem.top_k,
-        num_experts=problem.num_experts,
-        ep_size=problem.ep_size,
-        src_rank=rank,
-    )
+    picks = Picks.of(problem, num_tokens=num_tokens, src_rank=rank)
     on_gpu = torch.Generator(device="cuda").manual_seed(seed * 1000 + rank)
     hidden = torch.randn(num_tokens, problem.hidden_size, device="cuda", generator=on_gpu).bfloat16()
     quantized = FP8_1X128.quantize(hidden)

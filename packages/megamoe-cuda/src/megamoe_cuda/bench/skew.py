@@ -120,16 +120,8 @@ def busiest_rank_picks(layer: MoEProblem, routing_name: str, seed: int) -> Tenso
     """int64 `[rows]`: local ids of the picks that the rank with the most rows receives, by source and token."""
     rng = torch.Generator().manual_seed(seed)
     draw = routing(routing_name)
-    sources = [
-        Picks(
-            num_tokens=layer.num_max_tokens_per_rank,
-            top_k=layer.top_k,
-            num_experts=layer.num_experts,
-            ep_size=layer.ep_size,
-            src_rank=rank,
-        )
-        for rank in range(layer.ep_size)
-    ]
+    capacity = layer.num_max_tokens_per_rank
+    sources = [Picks.of(layer, num_tokens=capacity, src_rank=rank) for rank in range(layer.ep_size)]
     picks = torch.cat([draw(each, rng).flatten() for each in sources])
     owner = picks // layer.num_local_experts
     busiest = owner.bincount().argmax()
