@@ -1,7 +1,7 @@
-"""Mode a8w4: loaders, converter warps and math warps in any order of events: no wait passes early, none is for ever.
+"""Mode a8w4: loaders, converters, math warps, publisher in any order of events: no wait passes early, none is for ever.
 
-A model of pipeline/ring.cuh, pipeline/tile_queue.cuh and roles/convert.cuh: mbarriers that know a phase by its parity,
-and copies that land late and out of order.
+A model of pipeline/ring.cuh, pipeline/tile_queue.cuh, roles/convert.cuh and roles/publish.cuh: mbarriers that know a
+phase by its parity, and copies that land late and out of order.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Stages:
     num_packed: int
     num_groups: int
     k_blocks: int  # of a tile
+    waits_for_publisher: bool = True  # before a slot of the queue is written again
     contents: dict[tuple[str, int], int] = field(default_factory=dict)
     landing: list[tuple[tuple[str, int], int, Barrier]] = field(default_factory=list)
     read: list[int] = field(default_factory=lambda: [0] * MATH_WARPGROUPS)  # K blocks that each warpgroup is done with
@@ -59,7 +60,7 @@ class Stages:
         self.packed_full = [Barrier(arrivals=1) for _ in range(self.num_packed)]
         self.packed_empty = [Barrier(arrivals=1) for _ in range(self.num_packed)]
         self.published = [Barrier(arrivals=1) for _ in range(QUEUE_SLOTS)]
-        self.done = [Barrier(arrivals=MATH_WARPGROUPS + 1) for _ in range(QUEUE_SLOTS)]  # the publisher's is one
+        self.done = [Barrier(arrivals=MATH_WARPGROUPS + self.waits_for_publisher) for _ in range(QUEUE_SLOTS)]
 
     def read_tile(self, turn: int) -> Iterator[Wait]:
         trip, slot = divmod(turn, QUEUE_SLOTS)
@@ -125,7 +126,8 @@ class Stages:
         for turn in range(NUM_TILES):
             yield from self.read_tile(turn)
             trip, slot = divmod(turn, QUEUE_SLOTS)
-            self.done[slot].arrive()
+            if self.waits_for_publisher:
+                self.done[slot].arrive()
             yield self.done[slot].completed(trip % 2)
             assert min(self.read) >= self.blocks(turn).stop, "published what is not multiplied"
             yield lambda: True  # the release takes its time
@@ -183,6 +185,11 @@ def test_groups_that_do_not_share_out_packed_stages_go_wrong() -> None:
         run_many(lambda: Stages(num_stages=6, num_buffers=6, num_packed=3, num_groups=2, k_blocks=3))
     with pytest.raises(ConfigError, match="share out"):
         replace(CONVERTING_TILES["n32"], packed_stages=5)
+
+
+def test_a_publisher_that_nobody_waits_for_loses_its_place() -> None:
+    with pytest.raises(AssertionError, match="another tile|wait for each other"):
+        run_many(lambda: replace(stages_of(CONVERTING_TILES["m64"], k_blocks=2), waits_for_publisher=False))
 
 
 def test_a_group_without_a_block_of_each_tile_misses_one() -> None:
