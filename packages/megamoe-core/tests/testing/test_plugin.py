@@ -101,8 +101,9 @@ def test_header_names_what_is_tested(pytester: pytest.Pytester) -> None:
         (["--backend=tpu"], "*backend tpu can't be tested here: not_installed: installed are *"),
         (["--ranks=threads", "--device=cuda"], "*--ranks=threads is for CPU backends*"),
         (["--device=cuda"], "*torch sees no GPU here: a backend that computes on CPUs needs --device=cpu*"),
+        (["--ep-sizes=1,x"], "*--ep-sizes is '1,x', not numbers of ranks such as 1,2"),
     ],
-    ids=["unknown", "threads-on-gpu", "no-gpu"],
+    ids=["unknown", "threads-on-gpu", "no-gpu", "ep-sizes"],
 )
 def test_what_cant_be_tested_is_a_usage_error(
     pytester: pytest.Pytester, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,10 @@ def _make_workbench(config: pytest.Config) -> Workbench:
 
 def _ep_sizes(asked: str | None, device: torch.device, ranks: RankKind) -> list[int]:
     if asked:
-        return [int(size) for size in asked.split(",")]
+        parts = asked.split(",")
+        if not all(part.isdecimal() and int(part) for part in parts):
+            raise pytest.UsageError(f"--ep-sizes is {asked!r}, not numbers of ranks such as 1,2")
+        return [int(part) for part in parts]
     sizes = (1, 2, 4, 8)
     if device.type == "cuda" and ranks == "processes":
         most = torch.cuda.device_count() * env.ranks_per_gpu()
