@@ -95,6 +95,17 @@ MUTATIONS = (
         new="rows[1] = tile.n_tile;",
     ),
     Mutation(
+        name="a stage taken for full when it is not",
+        file="pipeline/stage_reader.cuh",
+        old="position.phase ^ wraps)",
+        new="position.phase ^ !wraps)",
+        slowed=Edit(
+            file="roles/load.cuh",
+            old="        load(position.stage, ring.full(position), k);\n",
+            new=spin(5_000) + "        load(position.stage, ring.full(position), k);\n",
+        ),
+    ),
+    Mutation(
         name="router weight dropped",
         file="roles/gemm2_epilogue.cuh",
         old="ptx::pack_bf16x2(__fmul_rn(pair[0], weight[i & 1]), __fmul_rn(pair[1], weight[i & 1]))",

@@ -32,6 +32,12 @@ struct StageReader {
         while (alive && !ptx::mbarrier_try_wait(ring.full(stage), position.phase)) alive = !ring.gave_up();
     }
 
+    // Whether the stage behind `stage`, which `position` is at, is full already. Of the next tile's first stage as well.
+    __device__ __forceinline__ bool is_next_full(uint32_t stage) const {
+        const bool wraps = stage == cfg::kNumStages - 1;
+        return ptx::mbarrier_test_wait(ring.full(wraps ? 0 : stage + 1), position.phase ^ wraps);
+    }
+
     // The warp has read all it needs of the stage.
     __device__ __forceinline__ void release(uint32_t stage) { release_if(true, stage); }
     __device__ __forceinline__ void release_if(bool condition, uint32_t stage) {

@@ -1,4 +1,4 @@
-// Packed conversions. The first argument is the lower half of the result.
+// Conversions and approximations. Of a packed conversion, the first argument is the lower half of the result.
 #pragma once
 
 #include "megamoe/ptx/types.cuh"
@@ -27,6 +27,17 @@ __device__ __forceinline__ float2 unpack_e4m3x2(uint16_t packed) {
         : "=f"(low), "=f"(high)
         : "r"(halves));
     return make_float2(low, high);
+}
+// Subnormal arguments and results count as 0.
+__device__ __forceinline__ float approximate_exp2(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
 }
 __device__ __forceinline__ float min_keep_nan(float a, float b) {
     float r;
