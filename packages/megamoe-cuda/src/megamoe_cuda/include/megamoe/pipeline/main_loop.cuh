@@ -45,7 +45,10 @@ struct WeightScales {
             rows[1] = cfg::kIntermediateSize / 128 + tile.n_tile;
         }
         __syncwarp();
-        for (uint32_t k = thread.lane; k < k_blocks; k += kWarpSize) {
+#pragma unroll
+        for (uint32_t first = 0; first < kMaxKBlocks; first += kWarpSize) {  // so often in any case: no loop at run time
+            const uint32_t k = first + thread.lane;
+            if (k >= k_blocks) break;
 #pragma unroll
             for (uint32_t r = 0; r < 2; ++r) {
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address_of(r, k)),
