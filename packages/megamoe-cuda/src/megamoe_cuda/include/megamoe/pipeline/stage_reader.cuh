@@ -32,7 +32,8 @@ struct StageReader {
         while (alive && !ptx::mbarrier_try_wait(ring.full(stage), position.phase)) alive = !ring.gave_up();
     }
 
-    // Whether the stage behind `stage`, which `position` is at, is full already. Of the next tile's first stage as well.
+    // Whether the stage behind `stage` of this trip round the ring is full already; behind a tile's last, the next tile's first.
+    // A yes acquires what await_full would.
     __device__ __forceinline__ bool is_next_full(uint32_t stage) const {
         const bool wraps = stage == cfg::kNumStages - 1;
         return ptx::mbarrier_test_wait(ring.full(wraps ? 0 : stage + 1), position.phase ^ wraps);
