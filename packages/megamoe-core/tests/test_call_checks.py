@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.call_checks import ARGUMENTS, by_rank, check_call, overlaps, require_ids, valid_rows
+from megamoe.call_checks import ARGUMENTS, by_rank, check_call, overlaps, require_aligned, require_ids, valid_rows
 from megamoe.errors import CapacityError, InputError
 from megamoe.formats import FP8_1X128, MXFP8
 from megamoe.problem import MoEProblem
@@ -101,6 +101,14 @@ def test_tensors_overlap_where_they_share_bytes() -> None:
     assert overlaps(memory[:, :2], memory[7:, 1:])  # strided: to its last element
     assert not overlaps(memory[:4, :2], memory[4:])
     assert not overlaps(memory[4:4], memory)
+
+
+def test_an_address_that_kernels_can_not_read_is_named() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    first = -memory.data_ptr() % 16
+    require_aligned("out", memory[first : first + 16], 16)
+    with pytest.raises(InputError, match="out is not aligned to 16 bytes; got 0x[0-9a-f]*2; expected a multiple of 16"):
+        require_aligned("out", memory[first + 2 :], 16)
 
 
 def test_quantised_input() -> None:

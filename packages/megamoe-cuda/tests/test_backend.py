@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megamoe.backend import Capability, Reason, VirtualRanks
-from megamoe.errors import BackendUnavailableError, ConfigError, UnsupportedProblemError
+from megamoe.backend import Capability, Reason, Verdict, VirtualRanks
+from megamoe.errors import BackendUnavailableError, ConfigError, UnsupportedProblemError, WorkspaceError
 from megamoe.problem import MoEProblem
 from megamoe.reference.backend import ReferenceBackend
 from megamoe.schedule.device_spec import H200, MI355X
@@ -202,3 +203,48 @@ def test_a_machine_without_a_gpu_says_so(group: object) -> None:
     problem = SEED if group else replace(SEED, num_experts=32, ep_size=1)
     with pytest.raises(BackendUnavailableError, match="backend cuda can't run here"):
         BACKEND.open(BACKEND.plan(problem), group)
+
+
+@pytest.mark.usefixtures("claimed")
+def test_peers_share_no_memory_of_the_callers() -> None:
+    plan = BACKEND.plan(replace(SEED, num_experts=64, ep_size=2))
+    with pytest.raises(ConfigError, match="can't be handed in; leave workspace=None"):
+        BACKEND.open(plan, InprocGroup.create(2)[0], workspace=torch.zeros(8, dtype=torch.uint8))
+
+
+@pytest.mark.usefixtures("claimed")
+@pytest.mark.parametrize(
+    ("gpu", "ep_size", "error"),
+    [
+        ({"name": "NVIDIA A100", "major": 8}, 1, r"not SM90: NVIDIA A100; got sm_80; expected sm_90a; call torch.cuda"),
+        ({"multi_processor_count": 114}, 1, "more SMs than a GPU has; got 132 SMs; expected at most 114"),
+        ({}, 256, "more virtual ranks than SMs; got 256; expected at most 132"),
+        ({}, 1, None),
+    ],
+    ids=["another-gpu", "fewer-sms", "more-ranks", "right"],
+)
+def test_the_current_gpu_has_to_suit_the_plan(
+    monkeypatch: pytest.MonkeyPatch, gpu: dict[str, Any], ep_size: int, error: str | None
+) -> None:
+    """A machine may have an SM90 beside other GPUs, and a plan may be made for another device than is there."""
+    properties = {"name": "a GPU", "major": 9, "minor": 0, "multi_processor_count": 132} | gpu
+    monkeypatch.setattr(cuda_backend, "judge", lambda machine: Verdict.yes())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    plan = replace(BACKEND.plan(replace(SEED, num_experts=32, ep_size=1)), problem=replace(SEED, ep_size=ep_size))
+    if error is None:
+        assert cuda_backend._require_machine(plan, alone=True) == torch.device("cuda", 1)
+        return
+    with pytest.raises((BackendUnavailableError, ConfigError), match=error):
+        cuda_backend._require_machine(plan, alone=True)
+
+
+def test_memory_that_a_gpu_has_not_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(
+        WorkspaceError, match="^out of GPU memory; got CUDA out of memory. Tried to allocate 2 GiB; exp"
+    ):
+        cuda_backend._allocate_here(2, 2**30, torch.device("cpu"), None)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from megamoe.bench.commit import current_commit
-from megamoe.bench.reference_suite import _measure_all, loop_over_experts
+from megamoe.bench.reference_suite import _measure_all, loop_over_experts, reference_suites
 from megamoe.bench.report import Series, grouped, markdown, plot
 from megamoe.bench.results import BenchRow, Timing, layer_flops, read_rows, write_rows
 from megamoe.bench.roofline import floor, touched_experts
 from megamoe.bench.routing import EP8_REMOTE, router_weights, routing
 from megamoe.bench.suites import SuiteOptions, find_suite, suites
 from megamoe.cli import app
-from megamoe.errors import ConfigError, InputError
+from megamoe.errors import BackendUnavailableError, ConfigError, InputError
 from megamoe.problem import MoEProblem
 from megamoe.reference.oracle import oracle
 from megamoe.schedule.device_spec import H200
@@ -197,6 +199,10 @@ def test_the_commands_list_suites_and_report(tmp_path: Path) -> None:
     unknown = CliRunner().invoke(app, ["bench", "--suite", "none"])
     assert unknown.exit_code == 2
     assert "no such benchmark suite" in unknown.stderr
+    for tokens in ("8,x", "0", "8,"):
+        refused = CliRunner().invoke(app, ["bench", "--suite", "reference", "--tokens", tokens])
+        assert refused.exit_code == 2
+        assert f"--tokens is not a list of numbers; got '{tokens}'" in refused.stderr
     write_rows(tmp_path / "rows.json", _results())
     report = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
     assert report.exit_code == 0
@@ -257,6 +263,19 @@ def test_the_loop_computes_the_layer(dtype: torch.dtype) -> None:
 def test_suites_are_found_through_the_entry_point() -> None:
     assert find_suite("reference").backend == "reference"
     assert {"reference", "reference-v2-lite"} <= suites().keys()
+
+
+def test_two_packages_that_offer_one_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [SimpleNamespace(name=name, value=name, load=lambda: reference_suites) for name in ("core", "other")]
+    monkeypatch.setattr("megamoe.bench.suites.entry_points", lambda group: entries)
+    with pytest.raises(ConfigError, match="two benchmark suites have one name; got reference; see other"):
+        suites()
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BackendUnavailableError, match=r"plots need matplotlib; pip install megamoe-core\[plots\]"):
+        plot([ROW], tmp_path / "a.svg")
 
 
 def test_packages_of_different_commits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

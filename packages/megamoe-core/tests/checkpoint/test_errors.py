@@ -193,3 +193,46 @@ def test_sizes_that_the_mode_can_not_hold(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match="fp8_128x128 needs whole blocks"):
         _load(tmp_path, quant="a8w8")
+
+
+LAYER = "model.layers.0.mlp"
+GPT_OSS = {
+    f"{LAYER}.experts.gate_up_proj_bias": torch.ones(E, 2 * INTER),
+    f"{LAYER}.experts.down_proj_bias": torch.ones(E, H),
+}
+ODD_SHAPES: dict[str, tuple[dict[str, Tensor], str]] = {
+    "per expert": ({f"{PREFIX}.0.gate_proj.weight": torch.ones(1, INTER, H)}, "is not a matrix; got (1, 128, 128)"),
+    "fused": ({f"{LAYER}.experts.gate_up_proj": torch.ones(E, 2 * INTER - 1, H)}, "expected [E, 2I, H]"),
+    "gpt-oss": (GPT_OSS | {f"{LAYER}.experts.gate_up_proj": torch.ones(E, H)}, "expected [E, H, 2I]"),
+    "gpt-oss MXFP4": (
+        GPT_OSS | {f"{LAYER}.experts.gate_up_proj_blocks": torch.ones(E, 2 * INTER, H // 32, 15)},
+        "expected [E, 2I, H/32, 16]",
+    ),
+}
+
+
+@pytest.mark.parametrize("naming", ODD_SHAPES)
+def test_a_layer_whose_first_tensor_has_another_shape(tmp_path: Path, naming: str) -> None:
+    tensors, message = ODD_SHAPES[naming]
+    save_file(tensors, tmp_path / "model.safetensors")
+    _expect(tmp_path, f"{LAYER}.experts", "model.safetensors", message)
+
+
+def test_fp8_blocks_that_hold_gate_and_up_rows(tmp_path: Path) -> None:
+    shapes = {"gate_proj": (INTER // 2, H), "up_proj": (INTER // 2, H), "down_proj": (H, INTER // 2)}
+    tensors = {f"{PREFIX}.0.{name}.weight": torch.ones(shape).to(torch.float8_e4m3fn) for name, shape in shapes.items()}
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(1, 1) for name in tensors}, tmp_path / "model.safetensors")
+    _expect(tmp_path, "would straddle gate and up", "intermediate size 64", "BF16 form")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [("[]", "is not a JSON object; got list"), ("{", "can't be read"), ('{"swiglu_alpha": 1}', "1.702")],
+)
+def test_a_config_json_that_can_not_be(tmp_path: Path, config: str, message: str) -> None:
+    save_file(
+        GPT_OSS | {f"{LAYER}.experts.gate_up_proj": torch.ones(E, H, 2 * INTER).bfloat16()},
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(config)
+    _expect(tmp_path, "config.json", message)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megamoe.checkpoint import TensorFiles, find_layer
+from megamoe.cli.job import check_devices
+from megamoe.errors import ConfigError
 from megamoe.problem import MoEProblem
 from megamoe.reference.oracle import oracle
+from megamoe.registry import select_backend
+from megamoe.schedule.device_spec import H200
 
 STAGES = ["quantize_input", "route", "dispatch", "gemm1", "swiglu_quant", "gemm2", "p2p", "combine"]
 Call = Callable[..., object]
@@ -181,6 +186,19 @@ BAD_INPUT = [
     pytest.param(["--seed", 2**41], "--seed", id="seed"),
     pytest.param(["--input", "/does/not/exist"], "input file /does/not/exist can't be read", id="input"),
 ]
+
+
+def test_a_plan_for_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = MoEProblem(
+        hidden_size=128, intermediate_size=128, num_experts=4, top_k=2, num_max_tokens_per_rank=8, ep_size=4
+    )
+    plan = replace(select_backend("reference").plan(problem), device=H200)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="fewer GPUs than ranks; got 2 GPUs; expected 4; .*--virtual-ranks"):
+        check_devices(plan, virtual_ranks=False)
+    check_devices(plan, virtual_ranks=True)
+    monkeypatch.setenv("MEGAMOE_RANKS_PER_GPU", "2")
+    check_devices(plan, virtual_ranks=False)
 
 
 def test_the_output_never_replaces_the_checkpoint(megamoe: Call, checkpoints: Paths) -> None:

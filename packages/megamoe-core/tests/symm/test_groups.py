@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.errors import ConfigError, MegaMoETimeoutError, RankFailedError, SessionError, WorkspaceError
+from megamoe.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    MegaMoETimeoutError,
+    RankFailedError,
+    SessionError,
+    WorkspaceError,
+)
 from megamoe.symm import Group, InprocGroup, ShmGroup
 
 SIZE = 3
@@ -179,12 +186,18 @@ def test_a_rank_joins_once() -> None:
     thread.join()
 
 
+def test_other_memory_orders_than_x86_s_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(ConfigError, match=r"memory order of x86-64; got aarch64; use VirtualRanks\(\)"):
+        ShmGroup.connect("x", 0, 2, timeout_s=1.0)
+
+
 def test_a_rank_outside_the_group_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank"):
         ShmGroup.connect("x", 2, 2, timeout_s=1.0)
 
 
-def test_gpu_memory_wants_a_gpu() -> None:
+def test_gpu_memory_wants_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 
     from megamoe.symm.torch_symm import TorchSymmGroup
@@ -193,5 +206,8 @@ def test_gpu_memory_wants_a_gpu() -> None:
     try:
         with pytest.raises(ConfigError, match="for GPUs"):
             TorchSymmGroup(dist.group.WORLD, torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(BackendUnavailableError, match="torch sees no GPU here; use ShmGroup"):
+            TorchSymmGroup(dist.group.WORLD, torch.device("cuda", 0))
     finally:
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ import torch
 
 from megamoe.backend import VirtualRanks
 from megamoe.bench.trace import bars
-from megamoe.errors import InputError, MegaMoETimeoutError, SessionError, WorkspaceError
+from megamoe.errors import CaptureError, InputError, MegaMoETimeoutError, SessionError, WorkspaceError
 from megamoe.problem import MoEProblem, QuantMode
 from megamoe.schedule.device_spec import H200
 from megamoe.symm import PeerMemory
@@ -195,6 +195,24 @@ def test_gradients_and_weights_elsewhere_are_refused_in_shapes_seen_before() -> 
             session.forward(differentiable, ids, router, weights)
         with torch.no_grad():
             assert torch.equal(torch.cat(session.forward(differentiable, ids, router, weights)), expected)
+
+
+def test_arguments_of_another_device_are_refused() -> None:
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        elsewhere = [[tensor.to("meta") for tensor in tensors] for tensors in make_call(0)]
+        with pytest.raises(InputError, match="arguments on another device; got meta; expected cpu"):
+            session.forward(*elsewhere, weights)
+
+
+def test_a_call_in_a_capture_needs_its_kernel_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(CaptureError, match=r"can't be while a graph is captured; call session.warmup\(\)"):
+            session.forward(*make_call(0), weights)
+        session.warmup()
+        session.forward(*make_call(0), weights)
 
 
 def test_taps_are_kept_only_on_request() -> None:

@@ -133,7 +133,7 @@ def plot(rows: Sequence[BenchRow], path: Path) -> None:
         from matplotlib.ticker import LogLocator, StrMethodFormatter
     except ImportError as error:
         raise BackendUnavailableError(
-            "plots need matplotlib", hint="pip install matplotlib, or leave --plots away"
+            "plots need matplotlib", hint="pip install megamoe-core[plots], or leave --plots away"
         ) from error
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     time_axes, rate_axes = figure.subplots(1, 2)
