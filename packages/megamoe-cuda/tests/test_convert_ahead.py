@@ -38,7 +38,7 @@ class Call:
     waits_for_slots: bool = True
     publishes_early: bool = False
     slot_holds: dict[tuple[Phase, int], int] = field(default_factory=dict)
-    parts: Counter[tuple[Phase, int]] = field(default_factory=Counter)  # of a matrix that are stored
+    parts: Counter[tuple[Phase, int]] = field(default_factory=Counter)  # CTAs that have stored theirs of a matrix
     ended: Counter[tuple[Phase, int]] = field(default_factory=Counter)  # tiles of a block
     flags: Counter[tuple[Phase, int]] = field(default_factory=Counter)  # what is published of them
     queues: list[list[tuple[Phase, int] | None]] = field(init=False)  # by CTA: tiles to publish, then None
@@ -77,7 +77,7 @@ class Call:
                 assert held == expert or self.has_all(self.ended, phase, held), "overwrote weights that are read"
                 self.slot_holds[phase, expert % self.slots] = expert
                 yield lambda: True
-                self.parts[phase, expert] += 1
+            self.parts[phase, expert] += cta < STAGES
 
     def multiply(self, cta: int) -> Iterator[Wait]:
         queue = self.queues[cta]
@@ -86,7 +86,7 @@ class Call:
             expert = next(e for e in range(len(self.blocks)) if unit.block in self.blocks_of(e))
             if unit.phase is Phase.GEMM2:
                 yield lambda block=unit.block: self.flags[Phase.GEMM1, block] == N_TILES  # type: ignore[misc]
-            yield lambda key=(unit.phase, expert): self.parts[key] == STAGES  # type: ignore[misc]
+            yield lambda key=(unit.phase, expert): self.parts[key] == min(STAGES, NUM_CTAS)  # type: ignore[misc]
             if self.publishes_early:
                 queue.append((unit.phase, unit.block))
             for _ in range(2):  # while it is multiplied

@@ -40,7 +40,10 @@ def convert(word: int, operands: list[int]) -> list[int]:
 
 
 def operands_of_row(stage: Tensor, row: int) -> Tensor:
-    """e4m3 operands `[128]` of one of a stage's 256 rows, as roles/convert.cuh addresses them."""
+    """e4m3 operands `[128]` of one of a stage's 256 rows, as roles/convert.cuh addresses them.
+
+    A word's first four belong to the first half of the block's 32 columns, the others to the second half.
+    """
     half, its_row, table = row // 128, row % 128, operand_table().tolist()
     found: list[int] = []
     for block in range(4):
@@ -48,8 +51,9 @@ def operands_of_row(stage: Tensor, row: int) -> Tensor:
         words = stage[first : first + 16].view(torch.int32).tolist()
         entry = int(stage[16384 + 4 * row + block])
         assert entry % 8 == 0
-        for word in words:
-            found += convert(word & 0xFFFFFFFF, table[entry // 8])
+        converted = [convert(word & 0xFFFFFFFF, table[entry // 8]) for word in words]
+        for half_of_word in (slice(0, 4), slice(4, 8)):
+            found += [operand for operands in converted for operand in operands[half_of_word]]
     return torch.tensor(found, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 

@@ -141,25 +141,26 @@ def test_a_kernel_is_refused_a_tile_of_another_mode() -> None:
     swapped = session_config(SEED, "n32")
     for quant, message in (
         ("bf16", "operands are swapped in modes a8w8 and a8w4"),
-        ("a8w4", "packed weights are converted"),
+        ("a8w4", "weights are packed"),
     ):
         problem = replace(SEED, quant=quant, act_format="fp8_1x128" if quant == "a8w4" else None)
         with pytest.raises(ConfigError, match=message):
             swapped.kernel(problem, swapped.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
     converting = session_config(A8W4, "n32")
-    with pytest.raises(ConfigError, match="packed weights are converted in mode a8w4"):
+    with pytest.raises(ConfigError, match="weights are packed in mode a8w4"):
         converting.kernel(SEED, converting.tiles[0], num_virtual_ranks=1, ctas_per_rank=132)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_weights_have_warps_that_convert_them(bias: bool) -> None:
+def test_packed_weights_have_warps_for_their_conversion(bias: bool) -> None:
     problem = replace(A8W4, expert_bias=bias)
     config = session_config(problem, None)
     assert [tile.name for tile in config.tiles] == ["n32", "m64", "m128n64", "ahead"]
     for tile in config.tiles:
-        assert tile.num_threads == 384 + 32 * tile.converter_warps > 384
+        assert tile.num_threads == 128 + 32 * (tile.math_warps + tile.converter_warps) > 384
+        assert bool(tile.converter_warps) != tile.registers_hold_weights
         assert tile.registers_at_entry * tile.num_threads <= 65536
-        assert tile.packed_stages % tile.converter_groups == 0
+        assert tile.packed_stages % max(tile.converter_groups, 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,7 @@ def test_a_lag_is_whole_groups() -> None:
         {"converter_warps": 4, "converter_registers": 56, "packed_stages": 2, "operand_buffers": 3},
         {"converter_warps": 8, "converter_registers": 24, "packed_stages": 3, "operand_buffers": 2},
         {"converter_warps": 2, "converter_registers": 24, "packed_stages": 2, "operand_buffers": 2},
+        {"registers_hold_weights": True},  # of operands that are not swapped
         {"block_m": 256},  # without a cluster
         {"cluster_size": 4, "block_m": 256},
     ],

@@ -12,7 +12,8 @@ A stage is what include/megamoe/roles/convert.cuh reads, 17408 bytes:
               whose last entry, 8 * 15, is NaN
 
 A word of codes holds eight: nibble n the magnitude of code n; the sign of code i < 4 stands in nibble 2 i + 1, that of
-code 4 + i in nibble 2 i.
+code 4 + i in nibble 2 i. A row's word q < 4 holds elements 4 q to 4 q + 3 and 16 + 4 q to 16 + 4 q + 3 of its 32:
+what a lane has of them in a WGMMA's register operand.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ _SIGN_OF = (4, 0, 5, 1, 6, 2, 7, 3)  # of which code nibble n holds the sign
 
 
 def _signs_apart(codes: Tensor) -> Tensor:
-    nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(codes.shape[0], -1, 8)
+    nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(codes.shape[0], -1, 2, 4, 4)
+    nibbles = nibbles.transpose(-3, -2).reshape(codes.shape[0], -1, 8)
     nibbles = nibbles & 7 | nibbles[..., _SIGN_OF] & 8
     return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).view(codes.shape)
 
@@ -123,4 +125,5 @@ def _signs_together(codes: Tensor) -> Tensor:
     nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(codes.shape[0], -1, 8)
     inverse = [_SIGN_OF.index(code) for code in range(8)]
     nibbles = nibbles & 7 | nibbles[..., inverse] & 8
+    nibbles = nibbles.view(codes.shape[0], -1, 4, 2, 4).transpose(-3, -2).reshape(codes.shape[0], -1, 8)
     return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).view(codes.shape)

@@ -52,18 +52,10 @@ AHEAD = replace(  # mode a8w4, weights converted ahead
     math_registers=216,
     converter_registers=40,
 )
-CONVERTING_TILES = {
+TILES_A8W4 = {
     tile.name: tile
     for tile in (
-        replace(
-            N32,
-            num_stages=6,
-            operand_buffers=3,
-            packed_stages=4,
-            converter_warps=8,
-            math_registers=136,
-            converter_registers=64,
-        ),
+        replace(N32, num_stages=7, registers_hold_weights=True, math_registers=104),
         replace(
             M64,
             operand_buffers=2,
@@ -121,16 +113,20 @@ AMONG_RANKS_A8W8: Limits = ((5.0, N32), (27.0, M128N64), (33.0, M64), (200.0, M1
     rows 24  m128n64 228  m64 228             under Zipf's law the busiest rank takes 321 and 355, balanced routing 279
     rows 32  m128n64 233  m64 228             here 363 and 421, and 381"""
 
-ONE_RANK_A8W4: Limits = ((20.0, N32), (57.0, M64), (1024.0, M128N64), (inf, AHEAD))
-AMONG_RANKS_A8W4: Limits = ((5.0, N32), (33.0, M64), (1024.0, M128N64), (inf, AHEAD))
-"""The same in mode a8w4; its small tiles end where those of a8w8 do. H200, EP1, seed's shape, 2026-11-30, us:
+ONE_RANK_A8W4: Limits = ((24.0, N32), (57.0, M64), (576.0, M128N64), (inf, AHEAD))
+AMONG_RANKS_A8W4: Limits = ((5.0, N32), (33.0, M64), (576.0, M128N64), (inf, AHEAD))
+"""The same in mode a8w4. H200, EP1, seed's shape, 2026-12-01, us:
 
-    rows    2  n32 139  m128n64 161
-    rows    8  n32 154
-    rows   32  m64 181
-    rows  128  m128n64 351  m64 416  ahead 1173    all experts are converted first
-    rows  512  m128n64 1042  ahead 1461
-    rows 2048  ahead 3571  m128n64 4638            an expert is converted once, not for each of its blocks"""
+    rows    2  n32 126  m128n64 156
+    rows    8  n32 140  m64 179
+    rows   16  n32 157  m64 180
+    rows   24  n32 173  m64 182
+    rows   32  m64 178  m128n64 213  n32 222
+    rows   64  m64 246  m128n64 262
+    rows  384  m128n64 812  ahead 983         all experts are converted first
+    rows  512  m128n64 1064  ahead 1080
+    rows 1024  ahead 1760  m128n64 2234      an expert is converted once, not for each of its blocks
+    rows 2048  ahead 3483  m128n64 4474"""
 
 LIMITS_BF16: Limits = ((50.0, M64), (90.0, M128), (inf, M256))
 """Those of mode bf16, likewise:
@@ -254,7 +250,7 @@ def tiles_of(problem: MoEProblem) -> dict[str, TileConfig]:
     quant = QuantMode(problem.quant)
     if quant is QuantMode.A8W4:
         one_k_block = min(problem.hidden_size, problem.intermediate_size) <= BLOCK_K
-        return {n: with_one_group(tile) if one_k_block else tile for n, tile in CONVERTING_TILES.items()}
+        return {n: with_one_group(tile) if one_k_block else tile for n, tile in TILES_A8W4.items()}
     if quant is QuantMode.A8W8 and not problem.expert_bias:
         return TILES
     tiles = [tile for tile in TILES.values() if not tile.swapped_rows]
@@ -291,7 +287,7 @@ def _shares_weights_in_groups(problem: MoEProblem) -> bool:
 
 def with_one_group(tile: TileConfig) -> TileConfig:
     """`tile` with one group of converter warps."""
-    if tile.converter_groups == 1:
+    if tile.converter_groups <= 1:
         return tile
     return replace(
         tile,
@@ -348,9 +344,14 @@ def _with_room_for_rows(problem: MoEProblem, tile: TileConfig, ring: Ring) -> Ti
             memory = shared_memory(config.kernel(problem, fewer, num_virtual_ranks=1, ctas_per_rank=fewer.cluster_size))
         except ConfigError:
             continue
-        if NUM_DISPATCH_WARPS * memory.pull_slots >= LEAST_PULLED_ROWS[QuantMode(problem.quant)]:
+        if NUM_DISPATCH_WARPS * memory.pull_slots >= _least_pulled_rows(problem, tile):
             return fewer
     return fewest
+
+
+def _least_pulled_rows(problem: MoEProblem, tile: TileConfig) -> int:
+    """Converting ahead takes the room of a row for packed weights on their way."""
+    return 1 if tile.converts_ahead else LEAST_PULLED_ROWS[QuantMode(problem.quant)]
 
 
 def _with_fewer_stages(tile: TileConfig) -> Iterator[TileConfig]:

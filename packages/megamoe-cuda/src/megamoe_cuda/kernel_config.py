@@ -47,6 +47,8 @@ class TileConfig:
         converter_registers: their registers per thread.
         packed_stages: stages of packed weights, 128 of K each.
         operand_buffers: what they become: stages take turns in so many buffers of FP8 weights. A divisor of num_stages.
+        registers_hold_weights: in mode a8w4, the math warps look packed weights up into registers, for WGMMAs with
+            swapped operands (pipeline/register_loop.cuh); all blocks have them.
         converts_ahead: the converter warps of all CTAs convert each expert once, into the workspace, and a stage holds
             what they stored there (roles/convert_ahead.cuh).
     """
@@ -63,6 +65,7 @@ class TileConfig:
     converter_registers: int = 0
     packed_stages: int = 0
     operand_buffers: int = 0
+    registers_hold_weights: bool = False
     converts_ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -85,9 +88,13 @@ class TileConfig:
             raise ConfigError(
                 "one group of warps converts ahead, and no packed stages pass through shared memory", got=self
             )
+        if self.registers_hold_weights and (self.converter_warps or self.swapped_rows < self.block_m):
+            raise ConfigError("weights in registers are swapped operands, which no warps convert", got=self)
+        if self.registers_hold_weights and self.num_stages < 2:
+            raise ConfigError("math warps wait for two stages of weights at once", got=self.num_stages)
         num_registers = (
             128 * self.producer_registers
-            + 256 * self.math_registers
+            + THREADS_PER_WARP * self.math_warps * self.math_registers
             + THREADS_PER_WARP * self.converter_warps * self.converter_registers
         )
         available = self.num_threads * self.registers_at_entry
@@ -105,6 +112,11 @@ class TileConfig:
         return self.packed_stages + (self.operand_buffers or self.num_stages)
 
     @property
+    def math_warps(self) -> int:
+        """Warps that multiply: two warpgroups, or four that look their weights up."""
+        return 2 * NUM_MATH_WARPS if self.registers_hold_weights else NUM_MATH_WARPS
+
+    @property
     def converter_groups(self) -> int:
         """Groups of converter warps, which take K blocks in turn."""
         return self.converter_warps // CONVERTER_GROUP_WARPS
@@ -112,7 +124,7 @@ class TileConfig:
     @property
     def num_threads(self) -> int:
         """Threads of a CTA."""
-        return THREADS_PER_WARP * (NUM_PRODUCER_WARPS + NUM_MATH_WARPS + self.converter_warps)
+        return THREADS_PER_WARP * (NUM_PRODUCER_WARPS + self.math_warps + self.converter_warps)
 
     @property
     def registers_at_entry(self) -> int:
@@ -191,8 +203,8 @@ class KernelConfig:
             raise ConfigError("virtual ranks are all or none", got=self.num_virtual_ranks, expected=(1, self.num_ranks))
         if self.tile.swapped_rows and self.quant is QuantMode.BF16:
             raise ConfigError("operands are swapped in modes a8w8 and a8w4 only", got=self.quant)
-        if bool(self.tile.converter_warps) != (self.quant is QuantMode.A8W4):
-            raise ConfigError("packed weights are converted in mode a8w4", got=f"{self.quant}, {self.tile}")
+        if (self.tile.converter_warps > 0 or self.tile.registers_hold_weights) != (self.quant is QuantMode.A8W4):
+            raise ConfigError("weights are packed in mode a8w4", got=f"{self.quant}, {self.tile}")
         if self.tile.converter_groups > min(self.gemm1_k_blocks, self.gemm2_k_blocks):
             raise ConfigError(
                 "more groups of converter warps than K blocks of a tile: one would lose its place in the tile queue",

@@ -11,7 +11,6 @@ from megamoe_cuda.kernel_config import (
     BLOCK_K,
     BLOCK_N,
     NUM_DISPATCH_WARPS,
-    NUM_MATH_WARPS,
     KernelConfig,
 )
 from megamoe_cuda.workspace_layout import kernel_workspace
@@ -25,8 +24,11 @@ QUEUE_SLOTS = 4  # kQueueSlots of pipeline/tile_queue.cuh
 TILE_BYTES = 28  # Tile of schedule/units.cuh
 TILE_SLOT_BYTES = 32
 PACKED_STAGE_BYTES = BLOCK_N * (BLOCK_K // 2 + 4)  # mode a8w4: two codes a byte, and a word of table entries per row
+AHEAD_GROUP_BYTES = 8 * (BLOCK_K // 2 + 4)  # of packed rows that a warp converts together (roles/convert_ahead.cuh)
+AHEAD_GROUPS = 4  # of a warp, on their way
 NUM_OPERAND_TABLES = 16  # numerics/fp4_as_fp8.cuh
-OPERAND_TABLE_BYTES = 8  # read at once
+OPERAND_TABLE_BYTES = 8
+OPERAND_TABLES_ALIGNMENT = 256  # an entry's byte is the last of its address (pipeline/register_weights.cuh)
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
 BULK_ALIGNMENT = 128  # bulk copies want 16
 MAX_PULL_SLOTS = 8  # rows in flight per dispatch warp
@@ -59,6 +61,7 @@ class SharedMemory:
     gave_up: int
     facts: int
     operand_tables: int
+    ahead_groups: int
     pool_plan: int
     pool_plan_bytes: int
     pull: int
@@ -78,7 +81,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     """
     tile = config.tile
     activation_stage = tile.tile_m * BLOCK_K
-    weight_stage = BLOCK_N * BLOCK_K
+    weight_stage = PACKED_STAGE_BYTES if tile.registers_hold_weights else BLOCK_N * BLOCK_K
     weight_buffers = tile.operand_buffers or tile.num_stages
     scale_stage = tile.tile_m * FLOAT_BYTES if config.has_row_scales else 0
 
@@ -88,10 +91,10 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     scales = packed + tile.packed_stages * PACKED_STAGE_BYTES
     _require_route_scratch(config, scales)
     staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
-    exchange = staging + NUM_MATH_WARPS * STAGING_WARP_BYTES
+    exchange = staging + tile.math_warps * STAGING_WARP_BYTES
     exchanges_amax = config.has_row_scales and not config.split_m and tile.swapped_rows < tile.block_m
     weight_scales = exchange + (2 * tile.tile_m * FLOAT_BYTES if exchanges_amax else 0)  # two warpgroups
-    tiles = weight_scales + (NUM_MATH_WARPS * _weight_scale_bytes(config) if config.has_row_scales else 0)
+    tiles = weight_scales + (tile.math_warps * _weight_scale_bytes(config) if config.has_row_scales else 0)
     barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES
     queue_barriers = barriers + 2 * tile.num_stages * BARRIER_BYTES
     packed_barriers = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
@@ -103,9 +106,11 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     facts = gave_up + WORD_BYTES
     claim = facts + FACTS_BYTES
     operand_tables = claim + (WORD_BYTES if in_cluster else 0)
+    ahead_groups = operand_tables
     if config.quant is QuantMode.A8W4:
-        operand_tables = round_up(operand_tables, OPERAND_TABLE_BYTES)
-    pool_plan = operand_tables + (NUM_OPERAND_TABLES * OPERAND_TABLE_BYTES if config.quant is QuantMode.A8W4 else 0)
+        operand_tables = round_up(operand_tables, OPERAND_TABLES_ALIGNMENT)
+        ahead_groups = operand_tables + NUM_OPERAND_TABLES * OPERAND_TABLE_BYTES
+    pool_plan = ahead_groups + (tile.converter_warps * AHEAD_GROUPS * AHEAD_GROUP_BYTES if tile.converts_ahead else 0)
     pool_plan_bytes = _pool_plan_bytes(config)
     pull = round_up(pool_plan + pool_plan_bytes, BULK_ALIGNMENT)
 
@@ -143,6 +148,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         gave_up=gave_up,
         facts=facts,
         operand_tables=operand_tables,
+        ahead_groups=ahead_groups,
         pool_plan=pool_plan,
         pool_plan_bytes=pool_plan_bytes,
         pull=pull,

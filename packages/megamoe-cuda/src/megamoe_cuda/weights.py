@@ -33,7 +33,7 @@ from megamoe_cuda import fp4_stages
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N
 
 BACKEND = "cuda"
-LAYOUT = "sm90_interleaved_8_v1"
+LAYOUT = "sm90_interleaved_8_v2"
 _W13_ROWS = ("w13_weight", "w13_bias")  # tensors with a row per gate and per up
 
 

@@ -18,6 +18,7 @@ from megamoe.schedule.workspace import (
 from megamoe_cuda.kernel_config import BLOCK_K, BLOCK_N, KernelConfig
 
 ROWS = {QuantMode.A8W8: "a8w8", QuantMode.BF16: "bf16", QuantMode.A8W4: "a8w4:fp8_1x128"}  # keys of ACTIVATION_ROWS
+NUM_MATRICES = 2  # w13 and w2
 NUM_ROUTE_WORDS = 2  # the join of the CTAs that route; the units that CTAs have claimed
 
 
@@ -25,8 +26,8 @@ def kernel_workspace(config: KernelConfig) -> WorkspaceLayout:
     """Where everything is. Kernels of one session (equal problems and `session_rings`) get equal layouts.
 
     Besides the common arrays: `epoch`, the last call that ended; `route_totals`, twice (by parity), this rank's picks
-    per expert, the join of the CTAs that route, how many units CTAs have claimed, and how much of each column tile's
-    weights is converted; `converted_weights`, in a session whose kernels convert ahead: stages of FP8 operands.
+    per expert, the join of the CTAs that route, how many units CTAs have claimed, and how much of each matrix
+    is converted; `converted_weights`, in a session whose kernels convert ahead: stages of FP8 operands.
     """
     common = plan_workspace(
         hidden_size=config.hidden_size,
@@ -40,10 +41,10 @@ def kernel_workspace(config: KernelConfig) -> WorkspaceLayout:
         rings=config.session_rings,
     )
     layout = common
-    tiles, stages = config.gemm1_n_tiles + config.gemm2_n_tiles, 0
+    stages = 0
     if config.converted_experts:
         stages = config.gemm1_n_tiles * config.gemm1_k_blocks + config.gemm2_n_tiles * config.gemm2_k_blocks
-    words = config.num_experts + NUM_ROUTE_WORDS + (config.num_local_experts * tiles if stages else 0)
+    words = config.num_experts + NUM_ROUTE_WORDS + (config.num_local_experts * NUM_MATRICES if stages else 0)
     own: list[tuple[str, tuple[int, ...], int]] = [("epoch", (1,), WORD), ("route_totals", (2, words), WORD)]
     if stages:
         own.append(("converted_weights", (config.converted_experts, stages), BLOCK_N * BLOCK_K))

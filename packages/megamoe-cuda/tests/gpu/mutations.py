@@ -373,10 +373,17 @@ MUTATIONS = (
         mode=QuantMode.A8W4,
     ),
     Mutation(
+        name="weights in registers: the second of two stages not waited for",
+        file="pipeline/register_loop.cuh",
+        old="            loop.await_full(stages[i]);\n",
+        new="            if (i == 0) loop.await_full(stages[i]);\n",
+        mode=QuantMode.A8W4,
+    ),
+    Mutation(
         name="converted ahead: a tile's weights not waited for",
         file="roles/load.cuh",
-        old="k_blocks * kConverterGroupWarps, [&]",
-        new="0, [&]",
+        old="min(stages, cfg::kCtasPerRank) * kConverterGroupWarps,",
+        new="0,",
         mode=QuantMode.A8W4,
         slowed=Edit(
             file="roles/convert_ahead.cuh",

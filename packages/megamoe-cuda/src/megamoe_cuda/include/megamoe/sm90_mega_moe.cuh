@@ -2,7 +2,7 @@
 //
 // Persistent and cooperative: one CTA per SM, of three warpgroups. All threads stage and route; then the first warpgroup
 // loads (warp 0 weights, warp 1 activations), pulls rows from peers (warp 2) and publishes tiles (warp 3), and two multiply,
-// send and combine. In mode a8w4 one or two further warpgroups unpack weights.
+// send and combine. In mode a8w4 one or two further warpgroups unpack weights, or four multiply and look them up.
 // With virtual ranks, several ranks share the GPU: rank r has CTAs [r * kCtasPerRank, (r + 1) * kCtasPerRank).
 //
 // codegen.py puts the constants of megamoe::cfg before this file.
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::cfg::kThreads, 1)
         UnitClaims{ring.base}.initialize();
         identify_cta(arguments, ring.facts());
     }
-    if constexpr (cfg::kConverterWarps > 0) fill_operand_tables(ring.base + cfg::kSmemOperandTables);
+    if constexpr (cfg::kMode == Mode::kA8w4) fill_operand_tables(ring.base + cfg::kSmemOperandTables);
     __syncthreads();
     const Cta cta = recall_cta(arguments, ring.facts());
     trace(cta, TracePoint::kStarted, threadIdx.x == 0);

@@ -35,7 +35,7 @@ struct WeightScales {
         if (tile.is_gemm2) {
             constexpr uint32_t kRows = ceil_div(cfg::kHiddenSize, 128);
             scales = cta.own().w2_scale + static_cast<uint64_t>(tile.expert) * kRows * cfg::kGemm2KBlocks;
-            const uint32_t first = tile.n_tile * 2 + (cfg::kSplitM ? 0 : thread.warpgroup);
+            const uint32_t first = tile.n_tile * 2 + (cfg::kSplitM ? 0 : thread.warpgroup / (2 / kSwappedHalves));
             rows[0] = min(first, kRows - 1);
             rows[1] = min(first + (cfg::kSplitM ? 1 : 0), kRows - 1);
         } else {

@@ -16,10 +16,12 @@ constexpr uint32_t kHalfColumns = 128;
 constexpr uint32_t kHalfBytes = kHalfColumns * ptx::kSwizzleBytes;
 constexpr uint32_t kMathBarrier = 1;  // all math threads
 constexpr uint32_t kMathThreads = cfg::kMathWarps * kWarpSize;
+constexpr uint32_t kSwappedHalves = 16 / cfg::kMathWarps;  // of 64 weight rows, for each warpgroup, with swapped operands
+constexpr uint32_t kSwappedRowsEach = 64 * kSwappedHalves;
 
 // Place of a math thread: its warpgroup, and where its accumulators lie.
 struct MathThread {
-    uint32_t warpgroup;  // 0 or 1
+    uint32_t warpgroup;  // 0 or 1; up to 3 where there are four (register_loop.cuh)
     uint32_t warp;       // in the warpgroup
     uint32_t lane;
     uint32_t first_row;  // of its warp's 16 rows, in the tile

@@ -13,11 +13,11 @@ namespace megamoe {
 
 constexpr uint32_t kWeightHalfBytes = 64 * ptx::kSwizzleBytes;
 
-// values[half][4 j + 2 h + c] is weight row 128 warpgroup + 64 half + 16 warp + 8 h + lane / 4 of the tile, row
+// values[half][4 j + 2 h + c] is weight row kSwappedRowsEach warpgroup + 64 half + 16 warp + 8 h + lane / 4 of the tile, row
 // 8 j + 2 quad + c of the block. GEMM1's weights alternate 8 gate and 8 up rows: h = 0 is gate, h = 1 the same channel's up.
 template <uint32_t kTokens>
 struct SwappedAccumulators {
-    float values[2][kTokens / 2];
+    float values[kSwappedHalves][kTokens / 2];
 };
 
 template <uint32_t kTokens>

@@ -45,4 +45,46 @@ __device__ __forceinline__ void wgmma_m64k32(float (&d)[32], uint32_t a, uint32_
         : "r"(a), "r"(b), "r"(accumulate));
 }
 
+// The same with a in registers: a[i] are four bytes of K of row 16 w + lane / 4 (+ 8 for odd i), from 4 (lane % 4) on (+ 16 for
+// i >= 2). They belong to the tensor cores until the wait.
+__device__ __forceinline__ void wgmma_m64k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, %9, 0;\n"
+        "mov.b64 b, {%8, 0x40000040};\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {" WGMMA_NAMES_4 "}, "
+        "{%4, %5, %6, %7}, b, p, 1, 1; }"
+        : WGMMA_SUMS_4(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void wgmma_m64k32(float (&d)[8], const uint32_t (&a)[4], uint32_t b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, %13, 0;\n"
+        "mov.b64 b, {%12, 0x40000040};\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {" WGMMA_NAMES_8 "}, "
+        "{%8, %9, %10, %11}, b, p, 1, 1; }"
+        : WGMMA_SUMS_8(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void wgmma_m64k32(float (&d)[16], const uint32_t (&a)[4], uint32_t b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, %21, 0;\n"
+        "mov.b64 b, {%20, 0x40000040};\n"
+        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {" WGMMA_NAMES_16 "}, "
+        "{%16, %17, %18, %19}, b, p, 1, 1; }"
+        : WGMMA_SUMS_16(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void wgmma_m64k32(float (&d)[32], const uint32_t (&a)[4], uint32_t b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, %37, 0;\n"
+        "mov.b64 b, {%36, 0x40000040};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGMMA_NAMES_32 "}, "
+        "{%32, %33, %34, %35}, b, p, 1, 1; }"
+        : WGMMA_SUMS_32(d, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+}
+
 }  // namespace megamoe::ptx

@@ -151,7 +151,7 @@ __device__ __forceinline__ void leave(const Cta& cta, uint32_t math_thread) {
 // The items that a warp combines next. Their tokens' ids are asked for ahead, while rows of earlier items are under way, and
 // the first ones' before every rank is known to be done: they have left the caches since they were routed.
 struct NextItems {
-    static constexpr uint32_t kCount = cfg::kTopK > 8 ? 1 : 2;
+    static constexpr uint32_t kCount = cfg::kTopK * cfg::kMathWarps > 64 ? 1 : 2;  // what registers hold
     static constexpr uint32_t kStride = cfg::kMathWarps * cfg::kCtasPerRank;
     uint32_t first;
     bool lane_slot[kCount];  // whether slot `lane` of the item's token has an expert

@@ -1,8 +1,7 @@
 // The converter warps of mode a8w4: packed FP4 weights become the FP8 operands of a stage, in the order of the CTA's tiles.
 // What follows is mode a8w8: the math warps can't tell where a stage's weights come from.
 //
-// A packed stage is what weights.py makes: for each half of 128 rows [4 blocks of 32 along K][128 rows][16 bytes] of codes,
-// then [2][128 rows] words whose byte c is where block c's entry lies in the operand table. A thread converts whole rows.
+// A packed stage is what register_weights.cuh says. A thread converts whole rows.
 //
 //   Waits     packed_full[p]; then for the operands' buffer: the math warps released K block n - kNumWeightBuffers, of which
 //             empty[] of that block's stage tells. Ends early when a loader gave up.
@@ -14,17 +13,12 @@
 // has seen n - 2 - kNumWeightBuffers released, in order, so all earlier ones.
 #pragma once
 
-#include "megamoe/numerics/fp4_as_fp8.cuh"
+#include "megamoe/pipeline/register_weights.cuh"
 #include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/ptx/tma.cuh"
 #include "megamoe/ptx/wgmma.cuh"
 
 namespace megamoe {
-
-constexpr uint32_t kPackedHalfRows = 128;
-constexpr uint32_t kPackedRowBytes = 16;                                   // 32 codes
-constexpr uint32_t kPackedBlockBytes = kPackedHalfRows * kPackedRowBytes;  // 32 of K, 128 rows
-constexpr uint32_t kPackedHalfBytes = 4 * kPackedBlockBytes;               // 128 of K, 128 rows
 
 // 32 codes of a row, and what their operands are looked up in.
 struct PackedBlock {
@@ -53,13 +47,18 @@ struct Converter {
 
     // `first` is where the first 16 operands of the thread's first row go.
     __device__ __forceinline__ static void store(const PackedBlock& packed, uint32_t first, uint32_t row, uint32_t block) {
+        uint32_t operands[2][4];
+#pragma unroll
+        for (uint32_t q = 0; q < 4; ++q) {
+            const uint2 looked_up = packed.table.operands(packed.words[q]);
+            operands[0][q] = looked_up.x;
+            operands[1][q] = looked_up.y;
+        }
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-            const uint2 low = packed.table.operands(packed.words[2 * i]);
-            const uint2 high = packed.table.operands(packed.words[2 * i + 1]);
             const uint32_t destination = (first ^ (2 * block + i) * 16) + row * kThreads * ptx::kSwizzleBytes;
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(low.x), "r"(low.y),
-                         "r"(high.x), "r"(high.y)
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(operands[i][0]),
+                         "r"(operands[i][1]), "r"(operands[i][2]), "r"(operands[i][3])
                          : "memory");
         }
     }

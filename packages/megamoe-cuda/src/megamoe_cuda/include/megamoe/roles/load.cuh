@@ -72,13 +72,25 @@ __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, c
     });
 }
 
+// The same, on the ring of stages: the math warps look them up.
+__device__ __forceinline__ bool load_packed_weights(const Cta& cta, const Tile& tile, const Ring& ring,
+                                                    RingPosition& position) {
+    const uint8_t* source = packed_weights(cta, tile.is_gemm2, tile.expert, tile.n_tile);
+    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
+        ptx::mbarrier_arrive_expect_tx(full, cfg::kPackedStageBytes);
+        ptx::bulk_load(ring.weights(stage), source + k * cfg::kPackedStageBytes, cfg::kPackedStageBytes, full);
+    });
+}
+
 // The stages that converter warps of all CTAs have stored, once the tile's are all there.
 __device__ __forceinline__ bool load_converted_weights(const Cta& cta, const Tile& tile, const Ring& ring,
                                                        RingPosition& position) {
     const uint32_t k_blocks = tile.k_blocks();
-    const uint32_t* parts = cta.workspace.converted_parts(cta.epoch, tile.is_gemm2, tile.expert) + tile.n_tile;
+    const uint32_t* parts = cta.workspace.converted_parts(cta.epoch, tile.is_gemm2, tile.expert);
+    const uint32_t stages = k_blocks * (tile.is_gemm2 ? cfg::kGemm2NTiles : cfg::kGemm1NTiles);
     const bool ready = wait_until(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, tile.expert,
-                                  k_blocks * kConverterGroupWarps, [&] { return ptx::ld_acquire_gpu(parts); });
+                                  min(stages, cfg::kCtasPerRank) * kConverterGroupWarps,
+                                  [&] { return ptx::ld_acquire_gpu(parts); });
     if (!ready) return false;
     ptx::fence_proxy_async_global();  // ordinary stores wrote what bulk copies read
     const uint8_t* source = cta.workspace.converted_stages(tile.is_gemm2, tile.expert) +
@@ -111,6 +123,7 @@ __device__ __forceinline__ bool load_weights_in_parts(const Cta& cta, const Tile
 
 __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
                                              RingPosition& position) {
+    if constexpr (cfg::kRegistersHoldWeights) return load_packed_weights(cta, tile, ring, position);
     if constexpr (cfg::kConvertsAhead) return load_converted_weights(cta, tile, ring, position);
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().w2 : cta.own().w13;
     const uint32_t expert_rows = tile.is_gemm2 ? cfg::kHiddenSize : 2 * cfg::kIntermediateSize;

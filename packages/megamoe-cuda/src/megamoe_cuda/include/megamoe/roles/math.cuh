@@ -5,6 +5,7 @@
 #pragma once
 
 #include "megamoe/pipeline/main_loop_bf16.cuh"
+#include "megamoe/pipeline/register_loop.cuh"
 #include "megamoe/pipeline/tile_queue.cuh"
 #include "megamoe/roles/combine.cuh"
 #include "megamoe/roles/swapped_epilogues.cuh"
@@ -69,7 +70,11 @@ __device__ __forceinline__ void run_swapped_tile(const KernelArguments& argument
     loop.await_full(loop.position.stage);  // what the loader waited for is visible: the block's meta too
     homes.load(recall_cta(arguments, ring.facts()), MathThread::identify(), queue.read(turn));
     SwappedAccumulators<kTokens> sums;
-    SwappedLoop<kTokens>(loop, MathThread::identify(), is_gemm2).multiply(is_gemm2, weight_scales, sums);
+    if constexpr (cfg::kRegistersHoldWeights) {
+        RegisterLoop<kTokens>(loop, MathThread::identify()).multiply(is_gemm2, weight_scales, sums);
+    } else {
+        SwappedLoop<kTokens>(loop, MathThread::identify(), is_gemm2).multiply(is_gemm2, weight_scales, sums);
+    }
     more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
     const Cta cta = recall_cta(arguments, ring.facts());
     const MathThread thread = MathThread::identify();

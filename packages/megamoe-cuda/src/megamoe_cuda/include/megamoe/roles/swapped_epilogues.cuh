@@ -60,11 +60,12 @@ __device__ __forceinline__ void take_turns(const MathThread& thread, uint32_t nu
 template <uint32_t kTokens>
 __device__ __forceinline__ void add_bias(SwappedAccumulators<kTokens>& sums, const MathThread& thread, const float* bias) {
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half)
+    for (uint32_t half = 0; half < kSwappedHalves; ++half)
 #pragma unroll
         for (uint32_t h = 0; h < 2; ++h) {
             const float added =
-                __ldg(bias + thread.warpgroup * 128 + half * 64 + thread.warp * 16 + h * 8 + thread.lane / 4);
+                __ldg(bias + thread.warpgroup * kSwappedRowsEach + half * 64 + thread.warp * 16 + h * 8 +
+                      thread.lane / 4);
 #pragma unroll
             for (uint32_t i = 0; i < kTokens / 4; ++i) {
                 float& value = sums.values[half][4 * (i / 2) + 2 * h + i % 2];
@@ -79,12 +80,12 @@ __device__ __forceinline__ void tap_swapped(const Cta& cta, const PoolPlan& plan
     const uint32_t first_row =
         plan.rows_begin[tile.expert] + (tile.block - plan.blocks_begin[tile.expert]) * cfg::kBlockM;
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half)
+    for (uint32_t half = 0; half < kSwappedHalves; ++half)
 #pragma unroll
         for (uint32_t i = 0; i < kTokens / 2; ++i) {
             const uint32_t row = 8 * (i / 4) + 2 * thread.quad + i % 2;
-            const uint32_t column = tile.n_tile * cfg::kBlockN + thread.warpgroup * 128 + half * 64 + thread.warp * 16 +
-                                    i / 2 % 2 * 8 + thread.lane / 4;
+            const uint32_t column = tile.n_tile * cfg::kBlockN + thread.warpgroup * kSwappedRowsEach + half * 64 +
+                                    thread.warp * 16 + i / 2 % 2 * 8 + thread.lane / 4;
             if (row >= tile.num_rows) continue;
             cta.own().gemm1_tap[static_cast<uint64_t>(first_row + row) * (2 * cfg::kIntermediateSize) + column] =
                 sums.values[half][i];
@@ -106,9 +107,10 @@ __device__ __forceinline__ void swapped_gemm1_epilogue(const Cta& cta, const Poo
     const StagedRows<kChannels> staged{staging};
     const auto write = [&](uint32_t staged_row, uint32_t j, uint32_t c) {
 #pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
+        for (uint32_t half = 0; half < kSwappedHalves; ++half) {
             const float* pair = sums.values[half] + 4 * j + c;
-            staged.store(staged_row, thread.warpgroup * 64 + half * 32 + thread.warp * 8 + thread.lane / 4,
+            staged.store(staged_row,
+                         thread.warpgroup * (kSwappedRowsEach / 2) + half * 32 + thread.warp * 8 + thread.lane / 4,
                          activate(pair[0], pair[2]));
         }
     };
@@ -200,11 +202,11 @@ __device__ __forceinline__ void swapped_gemm2_epilogue(const Cta& cta, const Mat
     const StagedRows<cfg::kBlockN> staged{staging};
     const auto write = [&](uint32_t staged_row, uint32_t j, uint32_t c) {
 #pragma unroll
-        for (uint32_t half = 0; half < 2; ++half)
+        for (uint32_t half = 0; half < kSwappedHalves; ++half)
 #pragma unroll
             for (uint32_t h = 0; h < 2; ++h) {
                 staged.store(staged_row,
-                             thread.warpgroup * 128 + half * 64 + thread.warp * 16 + h * 8 + thread.lane / 4,
+                             thread.warpgroup * kSwappedRowsEach + half * 64 + thread.warp * 16 + h * 8 + thread.lane / 4,
                              sums.values[half][4 * j + 2 * h + c]);
             }
     };

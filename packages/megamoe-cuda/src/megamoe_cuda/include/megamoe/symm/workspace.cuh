@@ -64,11 +64,10 @@ struct Workspace {
     __device__ __forceinline__ uint32_t* claimed_units(uint32_t epoch) const {
         return route_totals(epoch) + cfg::kNumExperts + 1;
     }
-    // Likewise, where converter warps work ahead: parts of stages that are stored, by local expert and column tile, those of
-    // GEMM1 first. The stages themselves lie in as many slots as kConvertedExperts, w13's before w2's in each.
+    // Likewise, where converter warps work ahead: how many of them have stored their parts of a matrix, by local expert, w13
+    // first. The stages themselves lie in as many slots as kConvertedExperts, w13's before w2's in each.
     __device__ __forceinline__ uint32_t* converted_parts(uint32_t epoch, bool is_gemm2, uint32_t expert) const {
-        return route_totals(epoch) + cfg::kNumExperts + 2 + expert * (cfg::kGemm1NTiles + cfg::kGemm2NTiles) +
-               (is_gemm2 ? cfg::kGemm1NTiles : 0);
+        return route_totals(epoch) + cfg::kNumExperts + 2 + 2 * expert + (is_gemm2 ? 1 : 0);
     }
     __device__ __forceinline__ uint8_t* converted_stages(bool is_gemm2, uint32_t expert) const {
         constexpr uint32_t kW13Stages = cfg::kGemm1NTiles * cfg::kGemm1KBlocks;
