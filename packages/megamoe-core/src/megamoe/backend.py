@@ -350,6 +350,8 @@ class Session(ABC):
     ) -> PreparedWeights:
         """Bring one rank's experts into the kernels' layout, once, when the model is loaded.
 
+        Backends on GPUs copy them; the reference reads the caller's tensors, which must then stay as they are.
+
         Args:
             w13: `[E_local, 2I, H]` BF16, or (payload, scale) in the mode's weight format; see `megamoe.tensors`.
             w2: `[E_local, H, I]`, likewise.

@@ -7,5 +7,5 @@
     conformance/                the tests
 
 Run it with `python -m pytest -p megamoe.testing.plugin --backend=NAME --pyargs megamoe.testing.conformance`.
-Nothing here is imported by the library itself.
+No session imports any of it; the command line and the benchmarks take their tokens, routings and gates from here.
 """
