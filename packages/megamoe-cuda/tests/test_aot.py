@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TextIO
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +15,9 @@ from megamoe.errors import ConfigError
 from megamoe.problem import Activation, MoEProblem, Transport
 from megamoe_cuda.aot import builds, complaints, standard_builds
 from megamoe_cuda.cli import app
+from megamoe_cuda.driver import CudaDriverError, check
 from megamoe_cuda.heuristics import AHEAD, M256, TILES
+from megamoe_cuda.jit import compiler
 from megamoe_cuda.jit.compiler import CompiledKernel
 from megamoe_cuda.smem_budget import MAX_DYNAMIC_BYTES
 
@@ -89,6 +94,39 @@ def test_options_of_a_layer_without_its_size_do_not_compile_the_standard_list() 
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("log", "fails", "message"),
+    [
+        ("kernel.cu(7): error: x is undefined", True, r"does not compile: NVRTC_ERROR(?s:.)*kernel.cu\(7\): error: x"),
+        ("ptxas info: 168 registers", False, r"no line like 'Used \(\\\\d\+\) registers'(?s:.)*ptxas info: 168"),
+    ],
+    ids=["refused", "another-ptxas"],
+)
+def test_what_a_compiler_says_stands_in_the_error(
+    monkeypatch: pytest.MonkeyPatch, log: str, fails: bool, message: str
+) -> None:
+    class Program:
+        def __init__(self, *_: object) -> None: ...
+
+        def compile(self, kind: str, *, logs: TextIO) -> SimpleNamespace:
+            logs.write(log)
+            if fails:
+                raise RuntimeError("NVRTC_ERROR_COMPILATION")
+            return SimpleNamespace(code=b"cubin")
+
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace(Program=Program, ProgramOptions=lambda **_: None))
+    monkeypatch.setattr(compiler, "compiler_version", lambda: compiler.CACHING_NVRTC)
+    with pytest.raises(compiler.KernelCompileError, match=message):
+        compiler.compile_kernel(KERNEL)
+
+
+def test_a_driver_call_that_fails_names_its_status() -> None:
+    assert [check(result) for result in ((0,), (0, 5), (0, 5, 6))] == [None, 5, (5, 6)]
+    with pytest.raises(CudaDriverError, match="a CUDA driver call failed; got 700"):
+        check((700, None))
 
 
 def compile_small(*options: str) -> list[str]:
