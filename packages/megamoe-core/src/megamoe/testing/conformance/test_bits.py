@@ -1,4 +1,4 @@
-"""The same bits: run to run, whatever the peers, the EP size, the other rows, the capacity and the configuration."""
+"""The same bits: run to run, whatever the peers, the EP size, the other rows, the capacity, the configuration and the taps."""
 
 from __future__ import annotations
 
@@ -103,6 +103,23 @@ def test_configurations(workbench: Workbench, mode: Mode) -> None:
             outputs = [*session.forward(calls, weights), *session.forward(few, weights)]
         expected = expected or outputs
         check_same_bits(outputs, expected, f"between the default configuration and {config}")
+
+
+def test_taps(workbench: Workbench, mode: Mode) -> None:
+    """Keeping what stands between the stages changes no bit, also where a rank gets more rows than its ring has room for.
+
+    The matrix keeps it, and a session that does may run other kernels, whose blocks never overwrite each other.
+    """
+    workbench.require_capability(Capability.STAGE_TAPS)
+    most = 200 if workbench.device_class == "cpu" else 1000
+    case = workbench.case(mode, ep_size=2, tokens=(most, most))
+    calls = workbench.calls(case)
+    with workbench.open(case.problem) as session:
+        weights = session.prepare(workbench.shards(case))
+        plain = session.forward(calls, weights)
+        session.keep_taps()
+        tapped = session.forward(calls, weights)
+    check_same_bits(tapped, plain, "between sessions with and without taps")
 
 
 def test_slot_order(workbench: Workbench, mode: Mode) -> None:
