@@ -1,4 +1,4 @@
-"""The same bits: run to run, whatever the peers, the EP size, the other rows, the capacity, the configuration and the taps."""
+"""The same bits: run to run, whatever peers, EP size, other rows, capacity, configuration and taps are."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_configurations(workbench: Workbench, mode: Mode) -> None:
 
 
 def test_taps(workbench: Workbench, mode: Mode) -> None:
-    """Keeping what stands between the stages changes no bit, also where a rank gets more rows than its ring has room for.
+    """Keeping what stands between the stages changes no bit, also where a rank gets more rows than its ring holds.
 
     The matrix keeps it, and a session that does may run other kernels, whose blocks never overwrite each other.
     """
