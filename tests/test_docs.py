@@ -7,10 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from megamoe import env, errors
+from megamoe import MoEProblem, env, errors
 from megamoe.errors import MegaMoEError
+from megamoe.reference.backend import ReferenceBackend
+from megamoe.symm import InprocGroup
 from megamoe.testing.cases import cases
+from megamoe.testing.data import make_weights, shard
+from megamoe.testing.threads import on_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -91,6 +96,38 @@ def test_every_error_is_in_the_catalogue(name: str) -> None:
         (base,) = bases(ERRORS[name])
         assert f"Is {'an' if base[0] in 'AEIOU' else 'a'} `{base}`." in said
     assert "**Do:**" in said
+
+
+def test_what_the_catalogue_does_about_an_error_mends_a_session_of_two_ranks() -> None:
+    """Rank 0 brings a token too many: each rank comes to the handler with another error, and the next call is right."""
+    snippet = re.search(r"```python\n(.*?)```", (DOCS / "errors.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert snippet is not None
+    code = compile(snippet[1], "errors.md", "exec")
+    problem = MoEProblem(
+        hidden_size=128,
+        intermediate_size=128,
+        num_experts=4,
+        top_k=1,
+        num_max_tokens_per_rank=4,
+        ep_size=2,
+        quant="bf16",
+    )
+    shares = shard(make_weights(problem, torch.device("cpu")), 2)
+    backend = ReferenceBackend()
+
+    def body(group: InprocGroup) -> tuple[list[bool], bool]:
+        with backend.open(backend.plan(problem), group, timeout_s=20) as session:
+            weights, failed, outputs = session.prepare(shares[group.rank]), [], []
+            for num_tokens in (3, 5 if group.rank == 0 else 3, 3):
+                x = torch.ones(num_tokens, 128, dtype=torch.bfloat16)
+                ids, topk_weights = torch.zeros(num_tokens, 1, dtype=torch.int64), torch.ones(num_tokens, 1)
+                names = {"session": session, "x": x, "topk_ids": ids, "topk_weights": topk_weights, "weights": weights}
+                exec(code, names)  # noqa: S102  # of our own page
+                outputs.append(names.get("y"))
+                failed.append("y" not in names)
+            return failed, torch.equal(outputs[0], outputs[-1])  # type: ignore[arg-type]
+
+    assert on_ranks(2, body) == [([False, True, False], True)] * 2
 
 
 def test_every_public_error_is_found() -> None:

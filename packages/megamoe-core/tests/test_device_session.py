@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ from torch import Tensor
 
 from megamoe.backend import Plan, SessionStats, StageTaps
 from megamoe.device_session import DeviceSession
-from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError, SessionError
+from megamoe.errors import (
+    CapacityError,
+    CaptureError,
+    InputError,
+    MegaMoETimeoutError,
+    ProtocolError,
+    RankFailedError,
+    SessionError,
+)
 from megamoe.problem import MoEProblem
 from megamoe.reference.backend import ReferenceBackend
 from megamoe.symm import Group, InprocGroup, PeerMemory
@@ -46,8 +55,14 @@ class Diary(DeviceSession):
             ),
         )
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
+    def forward(self, refused: Exception | None = None) -> Any:
         self._require_healthy()
+        try:
+            if refused is not None:
+                raise refused
+        except Exception as error:
+            self._leave_out(error)
+            raise
         self._calls += 1
 
     def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
@@ -85,9 +100,9 @@ class Diary(DeviceSession):
     def _synchronize(self) -> None:
         self.diary.append("synchronize")
 
-    def _meet(self, phase: str) -> None:
+    def _meet(self, phase: str, timeout_s: float | None = None) -> None:
         self.diary.append(f"meet: {phase}")
-        super()._meet(phase)
+        super()._meet(phase, timeout_s)
 
 
 def opened(group: Group | None = None) -> Diary:
@@ -150,6 +165,52 @@ def test_a_failure_is_raised_by_each_use_until_the_reset(fault: ProtocolError, t
     session.forward()
     session.check()
     assert session.stats() == [SessionStats(calls=2, timeouts=timeouts)] * 2
+
+
+@pytest.mark.parametrize(
+    "error", [CapacityError("too many", hint="split"), torch.OutOfMemoryError("no memory for out")]
+)
+def test_a_rank_that_is_left_out_of_a_call_makes_no_other_before_the_reset(error: Exception) -> None:
+    """Its peers would take the next call for the one that it did not make. They come to the reset a time-out later."""
+
+    def body(group: InprocGroup) -> SessionStats:
+        session = opened(group)
+        if group.rank == 0:
+            with pytest.raises(type(error)):
+                session.forward(error)
+            with pytest.raises(SessionError, match=rf"last call failed \({type(error).__name__}: .*reset\(\) on every"):
+                session.forward()
+            with pytest.raises(SessionError, match="the last call failed"):
+                session.check()
+        else:
+            session.forward()
+            time.sleep(1.2 * session._timeout_s)  # as a launch that waits for rank 0
+        session.reset()
+        session.forward()
+        return session.stats()
+
+    assert on_ranks(2, body) == [SessionStats(calls=1), SessionStats(calls=2)]
+    if isinstance(error, CapacityError):
+        assert (
+            error.hint == "split; peers that made this call end with an error too, and every rank calls session.reset()"
+        )
+
+
+def test_without_peers_and_in_a_capture_nobody_is_left_out() -> None:
+    session = opened()
+    with pytest.raises(InputError) as raised:
+        session.forward(InputError("wrong"))
+    assert raised.value.hint is None
+    session.forward()
+
+    def body(group: InprocGroup) -> None:
+        session = opened(group)
+        with pytest.raises(CaptureError):
+            session.forward(CaptureError("cold"))
+        session.warmup()
+        session.forward()
+
+    assert on_ranks(2, body) == [None, None]
 
 
 def test_dropped_ids_are_summed_over_resets_from_zero() -> None:

@@ -393,6 +393,11 @@ class Session(ABC):
         Every rank calls every forward, with zero tokens too. With virtual ranks each argument is a list, one entry a
         rank, and so is the result.
 
+        In a session with peers, whatever this raises, a bad argument of this rank alone included, every rank calls
+        `reset()` before its next call: peers end with an error of their own, at once on a CPU, after the time-out on
+        GPUs, and until its reset a rank raises SessionError. Two need none: CaptureError, which sends nothing, and bad
+        arguments where there are no peers (`ep_size` 1, virtual ranks).
+
         Args:
             hidden_states: `[T, H]` BF16, or (payload, scales) in the mode's activation format. 0 <= T <= capacity.
             topk_ids: `[T, K]` int32 or int64, global physical expert ids; -1 means no expert.

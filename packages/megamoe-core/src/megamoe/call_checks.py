@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import HiddenStates
-from megamoe.errors import CapacityError, InputError
+from megamoe.errors import CapacityError, InputError, MegaMoEError, SessionError
 from megamoe.formats import Quantized
 from megamoe.problem import MoEProblem
 from megamoe.stages.route import out_of_range
@@ -77,6 +77,24 @@ def check_call(
     if len(devices) > 1:
         raise InputError("arguments on several devices", got=sorted(map(str, devices)), expected="one device")
     return num_tokens
+
+
+def last_call_failed(error: BaseException) -> SessionError:
+    """What a rank's later calls raise until a reset, after `error` ended one of its calls or kept it from making it.
+
+    Its next call would pass for the one that it did not make with its peers, weights of another layer included.
+    """
+    return SessionError(
+        f"the last call failed ({type(error).__name__}: {error})",
+        hint="call session.reset() on every rank, or open a new session",
+    )
+
+
+def ask_for_reset(error: Exception) -> None:
+    """Add to the hint of `error`, which kept a rank from making a call that its peers make, what is to be done."""
+    if isinstance(error, MegaMoEError):
+        hint = "peers that made this call end with an error too, and every rank calls session.reset()"
+        error.hint = f"{error.hint}; {hint}" if error.hint else hint
 
 
 def refuse_gradients(payload: Any, topk_weights: Any) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import Plan, Session, SessionStats, StageTaps
-from megamoe.errors import MegaMoETimeoutError, ProtocolError, SessionError
+from megamoe.call_checks import ask_for_reset, last_call_failed
+from megamoe.errors import CaptureError, MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.symm import Group, PeerMemory
 
 
@@ -26,8 +27,8 @@ class DeviceSession(Session):
     """A session whose calls are launches on a stream: of one rank, or of all (virtual ranks) where `ep_rank` is None.
 
     A backend's subclass implements `forward`, `_prepare`, `keep_taps` and the hooks below. Its `forward` begins with
-    `_require_healthy()` and adds one to `_calls`; its `keep_taps` is `_require_healthy()`, `_give_back()`, another
-    `_layout` and tensors in `_gate_up`, `start()`.
+    `_require_healthy()`, hands what it raises after that to `_leave_out`, and adds one to `_calls`; its `keep_taps` is
+    `_require_healthy()`, `_give_back()`, another `_layout` and tensors in `_gate_up`, `start()`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DeviceSession(Session):
         self._check_ids = env.debug()
         self._calls = 0
         self._timeouts = 0
-        self._failure: ProtocolError | None = None
+        self._failure: ProtocolError | SessionError | None = None
         self._gate_up: Sequence[Tensor] | None = None  # GEMM1's accumulators by driven rank, where taps are kept
 
     # -- what a backend brings ----------------------------------------------------------------------------------
@@ -155,9 +156,9 @@ class DeviceSession(Session):
             self._memory.release()
         self._memory = NO_MEMORY
 
-    def _meet(self, phase: str) -> None:
+    def _meet(self, phase: str, timeout_s: float | None = None) -> None:
         if self._group is not None:
-            self._group.barrier(timeout_s=self._timeout_s, phase=phase)
+            self._group.barrier(timeout_s=self._timeout_s if timeout_s is None else timeout_s, phase=phase)
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -172,6 +173,15 @@ class DeviceSession(Session):
             self._timeouts += isinstance(self._failure, MegaMoETimeoutError)
         raise self._failure
 
+    def _leave_out(self, error: Exception) -> None:
+        """Refuse later calls until a reset, after `error` kept this rank from launching a call that its peers launch.
+
+        Peers can't be told: they wait for this rank until the time-out. A capture sends nothing, on any rank.
+        """
+        if self._group is not None and self._group.size > 1 and not isinstance(error, CaptureError):
+            self._failure = last_call_failed(error)
+            ask_for_reset(error)
+
     def check(self) -> None:
         """Raise what calls up to now left behind. Synchronises the device."""
         self.require_open()
@@ -179,10 +189,14 @@ class DeviceSession(Session):
         self._require_healthy()
 
     def reset(self) -> None:
-        """COLLECTIVE. Make the session usable again after a failed call."""
+        """COLLECTIVE. Make the session usable again after a failed call.
+
+        Waits twice the time-out for the others: a rank whose arguments were refused is here at once, while its peers'
+        launches wait for it until the time-out.
+        """
         self.require_open()
         self._synchronize()
-        self._meet("reset: all launches have ended")
+        self._meet("reset: all launches have ended", 2 * self._timeout_s)
         self._forget_failure()
         self._failure = None
         self.start_epochs(0)

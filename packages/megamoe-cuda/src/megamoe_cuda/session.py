@@ -125,7 +125,13 @@ class CudaSession(DeviceSession):
     ) -> Any:
         """COLLECTIVE, stream-ordered, graph-safe after `warmup`. See `Session.forward`."""
         self._require_healthy()
-        arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        try:
+            return self._call((hidden_states, topk_ids, topk_weights, weights, out, num_tokens))
+        except Exception as error:
+            self._leave_out(error)
+            raise
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
         rows = by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments]
         padded = [row[4] for row in rows if row[4] is not None and row[5] is not None]  # outputs with padding
         calls = [self._prepare_call(index, *row, padded=padded) for index, row in enumerate(rows)]

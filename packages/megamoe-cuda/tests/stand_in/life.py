@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,22 @@ def test_a_failure_is_raised_until_the_session_is_reset() -> None:
         stats = session.stats()
         assert [rank.dropped_ids for rank in stats] == [2, 0]
         assert [rank.timeouts for rank in stats] == [1, 1]
+
+
+def test_a_rank_with_peers_is_left_out_by_wrong_arguments_until_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next call would pass for this one with its peers."""
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        hidden, ids, router = make_call(0)
+        expected = torch.cat(session.forward(hidden, ids, router, weights))
+        group = SimpleNamespace(size=2, if_a_rank_died=None, barrier=lambda **_: None)
+        monkeypatch.setattr(session, "_group", group)  # as if there were others
+        with pytest.raises(InputError, match=r"wrong dtype.*every rank calls session.reset\(\)"):
+            session.forward(hidden, ids, [x.double() for x in router], weights)
+        with pytest.raises(SessionError, match="the last call failed .InputError: .*wrong dtype"):
+            session.forward(hidden, ids, router, weights)
+        session.reset()
+        assert torch.equal(torch.cat(session.forward(hidden, ids, router, weights)), expected)
 
 
 def test_a_call_in_other_shapes_is_checked_anew() -> None:

@@ -123,7 +123,13 @@ class RocmSession(DeviceSession):
     ) -> Any:
         """COLLECTIVE, stream-ordered. See `Session.forward`."""
         self._require_healthy()
-        arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        try:
+            return self._call((hidden_states, topk_ids, topk_weights, weights, out, num_tokens))
+        except Exception as error:
+            self._leave_out(error)
+            raise
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
         rows = by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments]
         calls = [self._checked(index, *row) for index, row in enumerate(rows)]
         self._run(calls)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import HiddenStates, Session, StageTaps
-from megamoe.call_checks import by_rank, check_call, require_ids, valid_rows
+from megamoe.call_checks import ask_for_reset, by_rank, check_call, last_call_failed, require_ids, valid_rows
 from megamoe.errors import (
     InputError,
     MegaMoETimeoutError,
@@ -39,9 +39,7 @@ class ReferenceSession(Session):
     forward is called, at most `plan.config.num_ctas`; each computes alone, so that bits do not depend on their number.
 
     A call that fails on one rank ends on all: the rank that raises tells the others, which raise RankFailedError at
-    once; this holds for bad arguments (CapacityError, InputError, ...) too, which are found before anything is sent.
-    After that every rank calls `reset()` before the next forward. A session without peers (ep_size 1, virtual ranks)
-    needs no reset after bad arguments.
+    once. This holds for bad arguments too.
 
     One call at a time: a second thread that calls forward meanwhile gets a SessionError, and its call is not made.
     """
@@ -110,10 +108,7 @@ class ReferenceSession(Session):
     def _forward(self, arguments: Sequence[Any]) -> Any:
         self.require_open()
         if self._failure is not None:
-            raise SessionError(
-                f"the last call failed ({type(self._failure).__name__}: {self._failure})",
-                hint="call session.reset() on every rank, or open a new session",
-            )
+            raise last_call_failed(self._failure)
         epoch = next_epoch(self._plan.config.first_epoch, self._num_calls)
         try:
             rows = by_rank(arguments, len(self._executors)) if self._virtual else [arguments]
@@ -121,6 +116,7 @@ class ReferenceSession(Session):
         except Exception as error:
             if self._group is not None and self._group.size > 1:
                 self._fail(error, epoch)
+                ask_for_reset(error)
             raise
         self._num_calls += 1
         try:

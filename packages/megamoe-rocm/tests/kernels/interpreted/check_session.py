@@ -111,6 +111,21 @@ def test_wrong_arguments_are_refused_before_a_launch() -> None:
         session.forward(x, ids, w, weights)
 
 
+def test_a_rank_with_peers_is_left_out_by_wrong_arguments_until_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = problem()
+    with open_virtual(of) as session:
+        weights = prepared(session)
+        x, ids, w = arguments(random_inputs(of, (2, 1)))
+        group = SimpleNamespace(size=2, if_a_rank_died=None, barrier=lambda **_: None)
+        monkeypatch.setattr(session, "_group", group)  # as if there were others
+        with pytest.raises(InputError, match=r"wrong dtype.*every rank calls session.reset\(\)"):
+            session.forward(x, ids, [each.double() for each in w], weights)
+        with pytest.raises(SessionError, match="the last call failed .InputError: .*wrong dtype"):
+            session.forward(x, ids, w, weights)
+        session.reset()
+        assert [len(out) for out in session.forward(x, ids, w, weights)] == [2, 1]
+
+
 def test_a_timeout_is_named_and_reset_makes_the_session_usable_again() -> None:
     of = problem()
     with open_virtual(of, timeout_s=1e-4) as session:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megamoe.backend import Capability
-from megamoe.errors import CapacityError, InputError
+from megamoe.errors import CapacityError, InputError, SessionError
 from megamoe.problem import QuantMode
 from megamoe.testing.cases import A8W8, Case, Mode
 from megamoe.testing.checks import check_receive_counts, check_same_bits, check_shape
@@ -264,5 +264,9 @@ def test_one_rank_over_capacity(workbench: Workbench) -> None:
         assert isinstance(last.error, CapacityError), repr(last.error)
         for rank, outcome in enumerate(others):
             assert outcome.error is not None, f"rank {rank} finished a call that its peer never made"
+        *_, last = session.outcomes(calls, weights)
+        assert isinstance(last.error, SessionError), (
+            f"peers may take this for the call that was missing: {last.error!r}"
+        )
         session.reset()
         check_same_bits(values(session.outcomes(calls, weights)), expected, "after a peer's refused call and a reset")
