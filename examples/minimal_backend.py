@@ -1,6 +1,7 @@
 """A backend of one's own: BF16 experts in plain PyTorch on a CPU; one session plays all ranks.
 
-docs/adding-a-backend.md walks through it. Registered as `minimal`, it passes what it claims:
+docs/adding-a-backend.md walks through it. In a package of its own, with the entry point
+`minimal = "minimal_backend:MinimalBackend"` of the group `megamoe.backends`, it passes what it claims:
 
     python -m pytest -p megamoe.testing.plugin --pyargs megamoe.testing.conformance --backend=minimal --device=cpu
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 
 import pytest
 import torch
@@ -81,6 +82,24 @@ def test_backward_is_a_typed_error() -> None:
     y = x + torch.ops.megamoe.forward(*arguments(session, weights, (x, *picks)))
     with pytest.raises(InputError, match=r"there is no backward; got backward\(\) through torch.ops.megamoe.forward"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({5: "foo"}, "weights_tag describes no weights; got 'foo'; expected that of flatten_weights"),
+        ({5: "a|b|a9w9|4|64|32|0|w13_weight"}, "weights_tag describes no weights"),
+        ({6: []}, "weights_tensors are not the tag's; got 0 tensors; expected w13_weight.packed, "),
+    ],
+    ids=["no-tag", "mode", "tensors"],
+)
+def test_weights_that_are_none_are_a_typed_error(wrong: dict[int, object], message: str) -> None:
+    layer = open_layer()  # a handle does not keep its session
+    given = list(arguments(*layer))
+    for place, value in wrong.items():
+        given[place] = value
+    with pytest.raises(InputError, match=re.escape(message)):
+        torch.ops.megamoe.forward(*given)
 
 
 def test_a_handle_is_stable_and_dies_with_its_session() -> None:

@@ -135,16 +135,22 @@ def test_import_failure_is_reported_with_its_error(install: Installer) -> None:
 
 
 class RaisesInProbe(FakeBackend):
+    name: ClassVar[str] = "rocm"
+
     def probe(self) -> Verdict:
         raise OSError("the driver exploded")
 
 
 class RaisesInSupports(FakeBackend):
+    name: ClassVar[str] = "rocm"
+
     def check_limits(self, problem: MoEProblem) -> Verdict:
         raise ValueError("limits exploded")
 
 
 class AnswersNothing(FakeBackend):
+    name: ClassVar[str] = "rocm"
+
     def probe(self) -> Verdict:
         return None  # type: ignore[return-value]
 
@@ -183,6 +189,15 @@ def test_another_api_version_is_not_used(install: Installer) -> None:
     assert f"API version {API_VERSION + 1}, core speaks {API_VERSION}" in candidate.verdict.detail
 
 
+def test_an_entry_point_has_its_backends_name(install: Installer) -> None:
+    """Under another one it would make plans that name a backend which nobody can select."""
+    install(fake=FakeBackend, alias=FakeBackend)
+    assert load("fake").verdict.ok
+    candidate = load("alias")
+    assert (candidate.backend, candidate.verdict.reason) == (None, Reason.BROKEN)
+    assert "its entry point is called alias, the backend fake" in candidate.verdict.detail
+
+
 def test_known_packages_that_are_missing_are_named(install: Installer) -> None:
     install(reference=Reference)
     report = selection_report()
@@ -207,14 +222,14 @@ def test_the_only_usable_gpu_backend_is_taken(install: Installer, caplog: pytest
 
 @pytest.mark.parametrize("gpu", [None, "H200"])
 def test_a_backend_of_ones_own_comes_before_the_reference(install: Installer, gpu: str | None) -> None:
-    install(gpu=gpu, cuda=WithoutDevice, other=FakeBackend, reference=Reference)
+    install(gpu=gpu, rocm=WithoutDevice, fake=FakeBackend, reference=Reference)
     report = selection_report("auto", PROBLEM)
-    assert (report.chosen, report.why) == ("other", "the only usable backend but the reference")
+    assert (report.chosen, report.why) == ("fake", "the only usable backend but the reference")
 
 
 def test_two_usable_ones_are_not_chosen_between(install: Installer) -> None:
-    install(gpu="H200", cuda=Usable, other=FakeBackend, reference=Reference)
-    with pytest.raises(NoBackendError, match=r"several are usable \(cuda, other\): name one or set MEGAMOE_BACKEND"):
+    install(gpu="H200", cuda=Usable, fake=FakeBackend, reference=Reference)
+    with pytest.raises(NoBackendError, match=r"several are usable \(cuda, fake\): name one or set MEGAMOE_BACKEND"):
         select_backend()
 
 

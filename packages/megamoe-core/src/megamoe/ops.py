@@ -75,21 +75,28 @@ def _session(handle: int) -> Session:
 @functools.cache  # once per kind of weights, not per call: a tenth of what the operator costs the host
 def _read_tag(tag: str) -> tuple[dict[str, Any], list[str]]:
     """Fields of the weights, and names of their tensors."""
-    backend, layout, quant, num_local_experts, hidden, inter, bias, *names = tag.split(_SEPARATOR)
-    fields = {
-        "backend": backend,
-        "layout": layout,
-        "quant": QuantMode(quant),
-        "num_local_experts": int(num_local_experts),
-        "hidden_size": int(hidden),
-        "intermediate_size": int(inter),
-        "expert_bias": bias == "1",
-    }
+    try:
+        backend, layout, quant, num_local_experts, hidden, inter, bias, *names = tag.split(_SEPARATOR)
+        fields = {
+            "backend": backend,
+            "layout": layout,
+            "quant": QuantMode(quant),
+            "num_local_experts": int(num_local_experts),
+            "hidden_size": int(hidden),
+            "intermediate_size": int(inter),
+            "expert_bias": bias == "1",
+        }
+    except ValueError:
+        raise InputError(
+            "weights_tag describes no weights", got=repr(tag), expected="that of flatten_weights"
+        ) from None
     return fields, names
 
 
 def _restore_weights(tag: str, tensors: Sequence[Tensor]) -> PreparedWeights:
     fields, names = _read_tag(tag)
+    if len(names) != len(tensors):
+        raise InputError("weights_tensors are not the tag's", got=f"{len(tensors)} tensors", expected=", ".join(names))
     return PreparedWeights(**fields, tensors=dict(zip(names, tensors, strict=True)))
 
 

@@ -109,6 +109,9 @@ def load(name: str) -> Candidate:
     if backend.api_version != API_VERSION:
         detail = f"speaks API version {backend.api_version}, core speaks {API_VERSION}: install matching versions"
         return _candidate(name, package, None, Verdict.no(Reason.API_VERSION, detail))
+    if backend.name != name:
+        detail = f"its entry point is called {name}, the backend {backend.name}: give both the same name"
+        return _candidate(name, package, None, Verdict.no(Reason.BROKEN, detail))
     return _candidate(name, package, backend, Verdict.yes())
 
 

@@ -280,11 +280,12 @@ def require_prepared(weights: object, *, backend: str, layout: str, problem: MoE
         LayoutError: names what they were prepared for.
     """
     if not isinstance(weights, PreparedWeights):
+        listed = isinstance(weights, list | tuple)
         raise InputError(
             "these weights are not prepared",
-            got=type(weights).__name__,
-            expected="PreparedWeights",
-            hint="make them with this session's prepare_weights(); lists are for sessions of VirtualRanks()",
+            got="a list, as sessions of VirtualRanks() take it" if listed else type(weights).__name__,
+            expected="PreparedWeights" + (": this session runs one rank" if listed else ""),
+            hint="make them with this session's prepare_weights()",
         )
     weights.require(backend=backend, layout=layout, problem=problem)
     for name, tensor in weights.tensors.items():

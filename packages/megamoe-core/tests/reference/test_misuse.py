@@ -47,6 +47,12 @@ def test_what_is_no_tensor_is_refused_by_name(place: int, value: object) -> None
     assert torch.equal(session.forward(*arguments), expected)
 
 
+def test_lists_are_for_virtual_ranks() -> None:
+    _, session, arguments = opened(quant="bf16")
+    with pytest.raises(InputError, match=r"got a list, as sessions of VirtualRanks\(\) take it; .*runs one rank"):
+        session.forward(*([argument] for argument in arguments))
+
+
 @pytest.mark.parametrize(
     "num_tokens",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megamoe.reference import executor
 from megamoe.testing.plugin import STRESS_SEEDS
 
 pytest_plugins = ["pytester"]
@@ -93,6 +94,27 @@ def test_header_names_what_is_tested(pytester: pytest.Pytester) -> None:
             "megamoe: plain-a8w8-ep2 runs configuration default in * bytes per rank",
         ]
     )
+
+
+def test_a_backend_that_claims_nothing_is_a_usage_error(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamoe.reference.backend.ReferenceBackend.capabilities", lambda self: frozenset())
+    pytester.makepyfile("def test_nothing(case): pass")
+    result = pytester.runpytest(*PLUGIN)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*backend reference claims nothing: what its capabilities() lists is what is tested*"])
+
+
+def test_a_case_that_fails_names_the_first_stage_that_is_wrong(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = executor.gemm1
+    monkeypatch.setattr(executor, "gemm1", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
+    case = "megamoe.testing.conformance.test_matrix"
+    result = pytester.runpytest(*PLUGIN, "--pyargs", case, "-m", "smoke", "-k", "plain-a8w8-ep1")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AssertionError: rank 0: GEMM1 relL2 0.01 >= *"])
 
 
 @pytest.mark.parametrize(

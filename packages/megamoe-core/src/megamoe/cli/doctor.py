@@ -62,6 +62,7 @@ def doctor(
     for index, gpu in enumerate(gpus):
         say(f"GPU {index}: {gpu.name}, {gpu.arch}, {bytes_text(gpu.memory_bytes)}")
     table = Table("backend", "package", "verdict", "detail")
+    table.columns[-1].overflow = "fold"  # a long word is broken, not cut: details name variables and commands
     for candidate in report.candidates:
         chosen = "[bold green]chosen[/]" if candidate.name == report.chosen else str(candidate.verdict.reason)
         table.add_row(candidate.name, candidate.package, chosen, escape(candidate.verdict.detail))

@@ -150,7 +150,7 @@ def parse_tokens(text: str, ep_size: int) -> tuple[int, ...]:
         raise ConfigError(
             "--tokens is not a number of tokens",
             got=repr(text),
-            expected=f"one number >= 0, or {ep_size} with commas between them",
+            expected="one number >= 0" + (f", or {ep_size} with commas between them" if ep_size > 1 else "; --ep is 1"),
         )
     counts = tuple(map(int, parts))
     return counts * ep_size if len(counts) == 1 else counts

@@ -65,6 +65,8 @@ def _make_workbench(config: pytest.Config) -> Workbench:
     if candidate.backend is None or not verdict.ok:
         raise pytest.UsageError(f"backend {name} can't be tested here: {verdict.reason}: {verdict.detail}")
     backend = candidate.backend
+    if not backend.capabilities():
+        raise pytest.UsageError(f"backend {name} claims nothing: what its capabilities() lists is what is tested")
     device = torch.device(config.getoption("--device") or ("cpu" if name == REFERENCE else "cuda"))
     if device.type == "cpu":
         torch.set_num_threads(1)  # tensors are small: more threads only wait for each other

@@ -27,9 +27,9 @@ def test_case(workbench: Workbench, case: Case) -> None:
 
     check_shape(problem, calls, outputs)
     staged = workbench.staged(problem, workbench.weights(case), calls)
-    check_staged(problem, outputs, staged.outputs)
-    if taps is not None:
+    if taps is not None:  # before the output, so that a failure names the first stage that is wrong
         check_taps(problem, taps, staged.taps)
+    check_staged(problem, outputs, staged.outputs)
     if counts is not None:
         check_receive_counts(problem, calls, counts)
     if _gates_apply(case, calls):
