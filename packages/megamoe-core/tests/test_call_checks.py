@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.call_checks import ARGUMENTS, by_rank, check_call, overlaps, require_aligned, require_ids, valid_rows
+from megamoe.call_checks import (
+    ARGUMENTS,
+    by_rank,
+    check_call,
+    of_each,
+    overlaps,
+    require_aligned,
+    require_ids,
+    require_own_memory,
+    valid_rows,
+)
 from megamoe.errors import CapacityError, InputError
 from megamoe.formats import FP8_1X128, MXFP8
 from megamoe.problem import MoEProblem
@@ -125,6 +135,71 @@ def test_quantised_input() -> None:
     ):
         with pytest.raises(InputError, match=match):
             check(call(hidden_states=(payload, scales)))
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (
+            {"topk_ids": torch.zeros(5, 1, dtype=torch.int64)},
+            r"got \(5, 1\); expected \(5, 2\), which is \[T, top_k\]; T is the number of rows of hidden_states",
+        ),
+        ({"hidden_states": torch.zeros(5, H)}, r"cast with .to\(torch.bfloat16\)"),
+        ({"topk_ids": torch.zeros(5, K, dtype=torch.int16)}, r"cast with .to\(torch.int64\)"),
+        (
+            {"hidden_states": (torch.zeros(5, H), torch.zeros(5, 2))},
+            "payload.*quantise to the mode's format, or pass BF16",
+        ),
+    ],
+)
+def test_a_refusal_says_which_dimension_is_which_and_what_to_do(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        check(call(**changes))
+
+
+def at(memory: torch.Tensor, first_byte: int, like: torch.Tensor) -> torch.Tensor:
+    """Memory of bytes from `first_byte` on, with the shape and dtype of `like`."""
+    return memory[first_byte : first_byte + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def test_an_output_lies_over_no_argument_but_bf16_tokens() -> None:
+    tokens, ids, router = (call()[name] for name in ("hidden_states", "topk_ids", "topk_weights"))
+    count, scales = torch.zeros((), dtype=torch.int32), torch.zeros(5, 2)
+    memory = torch.zeros(3 * tokens.nbytes, dtype=torch.uint8)
+    out = at(memory, tokens.nbytes, tokens)
+    last = 2 * tokens.nbytes  # the first byte behind
+    for x in (tokens, out, at(memory, tokens.nbytes // 2, tokens)):
+        for picks in (
+            ids,
+            at(memory, last, ids),
+            at(memory, tokens.nbytes - ids.nbytes, ids),
+            out.view(torch.int64)[:0],
+        ):
+            require_own_memory(out, x, picks, router, 5)
+    payload = torch.zeros(5, H, dtype=torch.float8_e4m3fn)
+    require_own_memory(out, (payload, scales), ids, router, count)
+    for name, arguments in {
+        "topk_ids": (tokens, at(memory, last - 8, ids), router, None),
+        "topk_weights": (tokens, ids, at(memory, tokens.nbytes - 8, router), None),
+        "num_tokens": (tokens, ids, router, at(memory, tokens.nbytes + 8, count)),
+        "hidden_states payload": ((at(memory, tokens.nbytes, payload), scales), ids, router, 5),
+        "hidden_states scales": ((payload, at(memory, tokens.nbytes, scales)), ids, router, 5),
+    }.items():
+        with pytest.raises(InputError, match=f"out shares memory with {name}; got out from 0x"):
+            require_own_memory(out, *arguments)
+
+
+def test_a_virtual_ranks_arguments_are_refused_with_its_number() -> None:
+    def check(index: int, value: int) -> int:
+        if value < 0:
+            raise InputError("negative", got=value)
+        return index + value
+
+    assert of_each(check, [(3,), (4,)], virtual=True) == [3, 5]
+    with pytest.raises(InputError, match="^virtual rank 1: negative; got -4"):
+        of_each(check, [(3,), (-4,)], virtual=True)
+    with pytest.raises(InputError, match="^negative"):
+        of_each(check, [(-3,)], virtual=False)
 
 
 def test_e8m0_scales_are_bytes_of_either_name() -> None:

@@ -403,8 +403,9 @@ class Session(ABC):
             topk_ids: `[T, K]` int32 or int64, global physical expert ids; -1 means no expert.
             topk_weights: `[T, K]` FP32, any sign.
             weights: made by this session's `prepare_weights`.
-            out: `[T, H]` BF16 to write into, contiguous; on a GPU aligned to 16 bytes. It may be `hidden_states`, any
-                rank's with virtual ranks, but share memory with no other argument and no other `out`. None allocates.
+            out: `[T, H]` BF16 to write into, contiguous; on a GPU aligned to 16 bytes. It may lie over BF16
+                `hidden_states`, any rank's with virtual ranks, but share memory with no other argument and no other
+                `out`. None allocates.
             num_tokens: rows past this number are padding: they send nothing, and their output rows are zero. An int, or
                 an int32 scalar tensor on the device that may change between replays of a graph.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from megamoe.problem import MoEProblem
 from megamoe.stages.route import out_of_range
 from megamoe.tensors import is_on
 
+T = TypeVar("T")
 ARGUMENTS = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")  # of `Session.forward`
 
 
@@ -56,19 +57,21 @@ def check_call(
             hint="split the batch, or plan a larger capacity",
         )
     if scales is None:
-        _expect("hidden_states", payload, (num_tokens, problem.hidden_size), (torch.bfloat16,))
+        _expect("hidden_states", payload, "[T, hidden_size]", (num_tokens, problem.hidden_size), (torch.bfloat16,))
     elif scale_shape is None:
         raise InputError(
             f"mode {problem.quant} has no activation scales", got="(payload, scales)", expected="BF16 [T, H]"
         )
     else:
-        _expect("hidden_states payload", payload, (num_tokens, payload_shape[0]), (payload_shape[1],))
-        _expect("hidden_states scales", scales, (num_tokens, scale_shape[0]), _same_bytes(scale_shape[1]))
+        columns, dtype = payload_shape
+        _expect("hidden_states payload", payload, "[T, columns of a row]", (num_tokens, columns), (dtype,))
+        columns, dtype = scale_shape
+        _expect("hidden_states scales", scales, "[T, scales of a row]", (num_tokens, columns), _same_bytes(dtype))
     picks = (num_tokens, problem.top_k)
-    _expect("topk_ids", topk_ids, picks, (torch.int32, torch.int64))
-    _expect("topk_weights", topk_weights, picks, (torch.float32,))
+    _expect("topk_ids", topk_ids, "[T, top_k]", picks, (torch.int32, torch.int64))
+    _expect("topk_weights", topk_weights, "[T, top_k]", picks, (torch.float32,))
     if out is not None:
-        _expect("out", out, (num_tokens, problem.hidden_size), (torch.bfloat16,))
+        _expect("out", out, "[T, hidden_size]", (num_tokens, problem.hidden_size), (torch.bfloat16,))
         if not out.is_contiguous():
             raise InputError(
                 "out is not contiguous", got=f"strides {out.stride()}", expected=f"({problem.hidden_size}, 1)"
@@ -128,6 +131,36 @@ def require_aligned(name: str, tensor: Tensor, alignment: int) -> None:
         )
 
 
+def require_own_memory(
+    out: Tensor, hidden_states: HiddenStates, topk_ids: Tensor, topk_weights: Tensor, num_tokens: int | Tensor | None
+) -> None:
+    """Raise where a rank's `out` lies over its own arguments. Over BF16 `hidden_states` it may lie, in any way.
+
+    Args:
+        out, hidden_states, topk_ids, topk_weights, num_tokens: of `Session.forward`, after `check_call`.
+
+    Raises:
+        InputError: names the argument.
+    """
+    payload, scales = (None, None) if isinstance(hidden_states, Tensor) else _split(hidden_states)
+    end = _span(out)[1]
+    for name, other in (
+        ("topk_ids", topk_ids),
+        ("topk_weights", topk_weights),
+        ("num_tokens", num_tokens),
+        ("hidden_states payload", payload),
+        ("hidden_states scales", scales),
+    ):
+        if other is None or isinstance(other, int) or other.data_ptr() >= end:
+            continue
+        if overlaps(out, other):
+            raise InputError(
+                f"out shares memory with {name}",
+                got=f"out from {out.data_ptr():#x} on, {name} from {other.data_ptr():#x} on",
+                expected="memory of its own, or that of BF16 hidden_states",
+            )
+
+
 def overlaps(first: Tensor, second: Tensor) -> bool:
     """Whether the bytes from the first to the last element of one tensor are among those of the other."""
     (begin, end), (other_begin, other_end) = _span(first), _span(second)
@@ -156,6 +189,19 @@ def by_rank(arguments: Sequence[Any], num_ranks: int) -> list[tuple[Any, ...]]:
     entries = {name: _one_each(name, value, num_ranks) for name, value in zip(ARGUMENTS, arguments, strict=True)}
     _refuse_shared_outputs(entries["out"])
     return list(zip(*entries.values(), strict=True))
+
+
+def of_each(check: Callable[..., T], rows: Sequence[Sequence[Any]], *, virtual: bool) -> list[T]:
+    """`check(index, *row)` of each driven rank; with virtual ranks an error says first whose arguments they were."""
+    found = []
+    for index, row in enumerate(rows):
+        try:
+            found.append(check(index, *row))
+        except MegaMoEError as error:
+            if virtual:
+                error.message = f"virtual rank {index}: {error.message}"
+            raise
+    return found
 
 
 def _refuse_shared_outputs(outputs: Sequence[Any]) -> None:
@@ -251,10 +297,21 @@ def _same_bytes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return e8m0 if dtype in e8m0 else (dtype,)
 
 
-def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+def _expect(name: str, tensor: Tensor, meaning: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(tensor, Tensor):
         raise InputError(f"{name} is not a tensor", got=type(tensor).__name__, expected=f"a tensor of shape {shape}")
     if tuple(tensor.shape) != shape:
-        raise InputError(f"{name} has the wrong shape", got=tuple(tensor.shape), expected=shape)
+        raise InputError(
+            f"{name} has the wrong shape",
+            got=tuple(tensor.shape),
+            expected=f"{shape}, which is {meaning}",
+            hint="T is the number of rows of hidden_states, the other is of the problem that was planned",
+        )
     if tensor.dtype not in dtypes:
-        raise InputError(f"{name} has the wrong dtype", got=tensor.dtype, expected=" or ".join(map(str, dtypes)))
+        in_format = name.startswith("hidden_states ")  # bits of a format mean nothing in another dtype
+        raise InputError(
+            f"{name} has the wrong dtype",
+            got=tensor.dtype,
+            expected=" or ".join(map(str, dtypes)),
+            hint="quantise to the mode's format, or pass BF16 rows" if in_format else f"cast with .to({dtypes[-1]})",
+        )

@@ -354,8 +354,15 @@ def test_bad_arguments_of_one_virtual_rank_cost_nothing() -> None:
     layer = make_layer(ep_size=2)
     session, weights = open_virtual(layer)
     x, ids, topk_weights = layer.all_tokens()
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="virtual rank 1: hidden_states has the wrong dtype"):
         session.forward([x[0], x[1].float()], ids, topk_weights, weights)
+    out = topk_weights[0].view(torch.bfloat16)
+    with pytest.raises(InputError, match="virtual rank 0: out has the wrong shape"):
+        session.forward(x, ids, topk_weights, weights, out=[out, None])
+    memory = torch.zeros_like(x[1])
+    shared = memory.view(torch.float32)[:, : topk_weights[1].shape[1]].copy_(topk_weights[1])
+    with pytest.raises(InputError, match="virtual rank 1: out shares memory with topk_weights"):
+        session.forward(x, ids, [topk_weights[0], shared], weights, out=[None, memory])
     session.forward(x, ids, topk_weights, weights)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,10 +26,12 @@ from megamoe.backend import HiddenStates, Plan, StageTaps
 from megamoe.call_checks import (
     by_rank,
     check_call,
+    of_each,
     overlaps,
     refuse_gradients,
     require_aligned,
     require_ids,
+    require_own_memory,
     valid_rows,
 )
 from megamoe.device_session import DeviceSession
@@ -134,7 +137,7 @@ class CudaSession(DeviceSession):
     def _call(self, arguments: Sequence[Any]) -> Any:
         rows = by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments]
         padded = [row[4] for row in rows if row[4] is not None and row[5] is not None]  # outputs with padding
-        calls = [self._prepare_call(index, *row, padded=padded) for index, row in enumerate(rows)]
+        calls = of_each(partial(self._prepare_call, padded=padded), rows, virtual=self.ep_rank is None)
         for padded_out in padded:
             padded_out.zero_()  # the kernel writes valid rows only
         kernel = self._kernel_for(max(call.num_rows for call in calls))
@@ -187,6 +190,10 @@ class CudaSession(DeviceSession):
         if self._check_ids and not torch.cuda.is_current_stream_capturing():
             valid = max(0, int(num_tokens)) if device_tokens else host_tokens
             require_ids(topk_ids[:valid], self.plan.problem.num_experts)
+        if out is not None:
+            require_own_memory(
+                out, payload if scales is None else (payload, scales), topk_ids, topk_weights, num_tokens
+            )
         payload, topk_ids, topk_weights = payload.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         if scales is not None:
             scales = scales.contiguous()

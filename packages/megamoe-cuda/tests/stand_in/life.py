@@ -195,8 +195,11 @@ def test_an_address_that_the_kernel_can_not_take_is_refused_in_shapes_seen_befor
         bad = [good[0], aligned(5, PROBLEM.hidden_size, offset=1)]
         with pytest.raises(InputError, match="out is not aligned to 16 bytes; got 0x.*expected a multiple of 16"):
             session.forward(hidden, ids, router, weights, out=bad)
-        with pytest.raises(InputError, match="hidden_states is not aligned to 16 bytes"):
+        with pytest.raises(InputError, match="virtual rank 1: hidden_states is not aligned to 16 bytes"):
             session.forward(bad, ids, router, weights, out=good)
+        shared = good[1].view(torch.float32)[:, :2]
+        with pytest.raises(InputError, match="virtual rank 1: out shares memory with topk_weights"):
+            session.forward(hidden, ids, [router[0], shared], weights, out=good)
 
 
 def test_gradients_and_weights_elsewhere_are_refused_in_shapes_seen_before() -> None:

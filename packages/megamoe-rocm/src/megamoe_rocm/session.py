@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from megamoe.backend import HiddenStates, Plan, StageTaps
-from megamoe.call_checks import by_rank, check_call, require_aligned, require_ids, valid_rows
+from megamoe.call_checks import (
+    by_rank,
+    check_call,
+    of_each,
+    require_aligned,
+    require_ids,
+    require_own_memory,
+    valid_rows,
+)
 from megamoe.device_session import DeviceSession
 from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError
 from megamoe.formats import Quantized, activation_format
@@ -131,7 +139,7 @@ class RocmSession(DeviceSession):
 
     def _call(self, arguments: Sequence[Any]) -> Any:
         rows = by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments]
-        calls = [self._checked(index, *row) for index, row in enumerate(rows)]
+        calls = of_each(self._checked, rows, virtual=self.ep_rank is None)
         self._run(calls)
         self._calls += 1
         return self._per_rank([call.out for call in calls])
@@ -201,6 +209,8 @@ class RocmSession(DeviceSession):
         payload, scales = _payload_and_scales(hidden_states)
         if out is None:
             out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
+        else:
+            require_own_memory(out, hidden_states, topk_ids, topk_weights, num_tokens)
         require_aligned("out", out, ALIGNMENT)
         return CallTensors(
             hidden_states=payload,

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import HiddenStates, Session, StageTaps
-from megamoe.call_checks import ask_for_reset, by_rank, check_call, last_call_failed, require_ids, valid_rows
+from megamoe.call_checks import (
+    ask_for_reset,
+    by_rank,
+    check_call,
+    last_call_failed,
+    of_each,
+    require_ids,
+    require_own_memory,
+    valid_rows,
+)
 from megamoe.errors import (
     InputError,
     MegaMoETimeoutError,
@@ -112,7 +121,7 @@ class ReferenceSession(Session):
         epoch = next_epoch(self._plan.config.first_epoch, self._num_calls)
         try:
             rows = by_rank(arguments, len(self._executors)) if self._virtual else [arguments]
-            checked = [self._check_rank(*row) for row in rows]
+            checked = of_each(self._check_rank, rows, virtual=self._virtual)
         except Exception as error:
             if self._group is not None and self._group.size > 1:
                 self._fail(error, epoch)
@@ -131,6 +140,7 @@ class ReferenceSession(Session):
 
     def _check_rank(
         self,
+        _index: int,
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
@@ -155,6 +165,8 @@ class ReferenceSession(Session):
         if topk_ids.device.type != "cpu":
             raise InputError("the reference computes on CPU", got=topk_ids.device, expected="CPU tensors")
         valid = _num_valid_rows(num_tokens, num_rows)
+        if out is not None:
+            require_own_memory(out, hidden_states, topk_ids, topk_weights, num_tokens)
         if env.debug():
             require_ids(topk_ids[:valid], problem.num_experts)
         if out is None:

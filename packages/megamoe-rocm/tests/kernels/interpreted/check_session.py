@@ -102,6 +102,9 @@ def test_wrong_arguments_are_refused_before_a_launch() -> None:
         odd = torch.empty(1 + 8 * 512, dtype=torch.bfloat16)[1:].view(8, 512)
         with pytest.raises(InputError, match="out is not aligned to 16 bytes"):
             session.forward(x, ids, w, weights, out=[odd, None])
+        memory = torch.zeros_like(x[1])
+        with pytest.raises(InputError, match="virtual rank 1: out shares memory with topk_weights"):
+            session.forward(x, ids, [w[0], memory.view(torch.float32)[:, : of.top_k]], weights, out=[None, memory])
         for num_tokens in (9, 2.5, True, "8", torch.tensor([8])):
             with pytest.raises(InputError, match="num_tokens"):
                 session.forward(x, ids, w, weights, num_tokens=[num_tokens, 5])
