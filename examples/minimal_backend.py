@@ -1,9 +1,12 @@
 """A backend of one's own: BF16 experts in plain PyTorch on a CPU; one session plays all ranks.
 
-docs/adding-a-backend.md walks through it. In a package of its own, with the entry point
-`minimal = "minimal_backend:MinimalBackend"` of the group `megamoe.backends`, it passes what it claims:
+docs/adding-a-backend.md walks through it. It passes what it claims; in this folder:
 
-    python -m pytest -p megamoe.testing.plugin --pyargs megamoe.testing.conformance --backend=minimal --device=cpu
+    python -m pytest -p megamoe.testing.plugin --pyargs megamoe.testing.conformance --device=cpu \\
+        --backend=minimal_backend:MinimalBackend
+
+In a package of its own, with the entry point `minimal = "minimal_backend:MinimalBackend"` of the group
+`megamoe.backends`, it is found by its name, here and by `select_backend`.
 """
 
 from __future__ import annotations

@@ -98,7 +98,20 @@ def load(name: str) -> Candidate:
         installed = f"installed are {', '.join(installed_backends()) or 'none'}"
         hint = f"pip install {package}" if package else " ".join(filter(None, (_meant(name), installed)))
         return _candidate(name, package or "unknown", None, Verdict.no(Reason.NOT_INSTALLED, hint))
-    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+    candidate = _made(entry, f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value)
+    if candidate.backend is not None and candidate.backend.name != name:
+        detail = f"its entry point is called {name}, the backend {candidate.backend.name}: give both the same name"
+        return _candidate(name, candidate.package, None, Verdict.no(Reason.BROKEN, detail))
+    return candidate
+
+
+def load_class(path: str) -> Candidate:
+    """`load` for a backend that no package registers, as one that is being written: `module:Class`, importable here."""
+    return _made(EntryPoint(name=path, value=path, group=ENTRY_POINT_GROUP), "no package")
+
+
+def _made(entry: EntryPoint, package: str) -> Candidate:
+    name = entry.name
     try:
         backend: object = entry.load()()
     except (Exception, SystemExit) as error:
@@ -109,9 +122,6 @@ def load(name: str) -> Candidate:
     if backend.api_version != API_VERSION:
         detail = f"speaks API version {backend.api_version}, core speaks {API_VERSION}: install matching versions"
         return _candidate(name, package, None, Verdict.no(Reason.API_VERSION, detail))
-    if backend.name != name:
-        detail = f"its entry point is called {name}, the backend {backend.name}: give both the same name"
-        return _candidate(name, package, None, Verdict.no(Reason.BROKEN, detail))
     return _candidate(name, package, backend, Verdict.yes())
 
 

@@ -78,7 +78,7 @@ def test_the_cause_is_raised_before_what_it_caused() -> None:
 
 def test_a_dead_process_is_an_outcome_and_breaks_the_world() -> None:
     calls, shards = make_calls(CASE, CPU), shard(make_weights(CASE.problem, CPU), CASE.problem.ep_size)
-    with ProcessWorld("reference", "cpu", CASE.problem.ep_size) as world:
+    with ProcessWorld("megamoe.reference.backend:ReferenceBackend", "cpu", CASE.problem.ep_size) as world:
         session = world.open(PLAN, timeout_s=5)
         weights = session.prepare(shards)
         survivor, dead = world.forward_while_killing(1, session, calls, weights)

@@ -40,6 +40,7 @@ from torch import Tensor
 from megamoe.backend import Backend, Plan, SessionStats, StageTaps, VirtualRanks
 from megamoe.errors import ProtocolError
 from megamoe.launch import RankContext, RankProcessError, dumps, spawn_ranks
+from megamoe.registry import Candidate, load, load_class
 from megamoe.symm import InprocGroup, ShmGroup
 from megamoe.tensors import ExpertWeights, PreparedWeights
 from megamoe.testing.agent import Agent
@@ -276,7 +277,8 @@ class ProcessWorld(World):
     """Ranks as processes; on GPUs, one each (`RankContext.gpu`).
 
     Args:
-        backend_name: each process finds the backend through its entry point, as an application does.
+        backend_name: each process finds the backend through its entry point, as an application does, or, where this is
+            `module:Class`, imports it.
         device_type: "cpu" or "cuda".
         ep_size: processes.
     """
@@ -348,11 +350,14 @@ class _Command:
         return Outcome(value=value)
 
 
+def find_backend(name: str) -> Candidate:
+    """The backend under test by its name, or by `module:Class`."""
+    return load_class(name) if ":" in name else load(name)
+
+
 def serve(context: RankContext, address: str, authkey: bytes, backend_name: str, device_type: str) -> None:
     """Body of a rank's process: carry out commands until the test closes the pipe."""
-    from megamoe.registry import load
-
-    candidate = load(backend_name)
+    candidate = find_backend(backend_name)
     assert candidate.backend is not None, candidate.verdict.detail
     device = context.gpu if device_type == "cuda" else torch.device(device_type)
     agent = Agent(candidate.backend, device, (context.rank,), _group_maker(context, device))

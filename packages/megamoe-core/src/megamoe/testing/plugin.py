@@ -16,8 +16,9 @@ import torch
 
 from megamoe import env
 from megamoe.backend import Capability
-from megamoe.registry import REFERENCE, load
+from megamoe.registry import REFERENCE
 from megamoe.testing.cases import MODES, Case, cases, stress_case
+from megamoe.testing.launcher import find_backend
 from megamoe.testing.workbench import RankKind, Workbench
 
 STRESS_SEEDS = 48
@@ -38,7 +39,9 @@ NEEDED_RANKS: dict[str, tuple[RankKind, ...]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megamoe", "MegaMoE conformance matrix")
-    group.addoption("--backend", default=REFERENCE, help="name of the backend under test (default: reference)")
+    group.addoption(
+        "--backend", default=REFERENCE, help="name or module:Class of the backend under test (default: reference)"
+    )
     group.addoption("--device", default=None, help="cpu or cuda (default: cpu for the reference, else cuda)")
     group.addoption(
         "--ranks",
@@ -60,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _make_workbench(config: pytest.Config) -> Workbench:
     name = config.getoption("--backend")
-    candidate = load(name)
+    candidate = find_backend(name)
     verdict = candidate.verdict if candidate.backend is None else candidate.backend.probe()
     if candidate.backend is None or not verdict.ok:
         raise pytest.UsageError(f"backend {name} can't be tested here: {verdict.reason}: {verdict.detail}")
@@ -78,7 +81,8 @@ def _make_workbench(config: pytest.Config) -> Workbench:
         raise pytest.UsageError("--ranks=threads is for CPU backends: ranks on GPUs are virtual or processes")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("torch sees no GPU here: a backend that computes on CPUs needs --device=cpu")
-    return Workbench(backend, device, ranks, _ep_sizes(config.getoption("--ep-sizes"), device, ranks))
+    ep_sizes = _ep_sizes(config.getoption("--ep-sizes"), device, ranks)
+    return Workbench(backend, device, ranks, ep_sizes, found_as=name)
 
 
 def _ep_sizes(asked: str | None, device: torch.device, ranks: RankKind) -> list[int]:

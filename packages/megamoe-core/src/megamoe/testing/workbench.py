@@ -37,10 +37,20 @@ class Workbench:
         device: where calls are made and comparisons computed.
         ranks: how ranks are run.
         ep_sizes: EP sizes that can be run here.
+        found_as: what processes of ranks find the backend by; None: its name.
     """
 
-    def __init__(self, backend: Backend, device: torch.device, ranks: RankKind, ep_sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        device: torch.device,
+        ranks: RankKind,
+        ep_sizes: Sequence[int],
+        *,
+        found_as: str | None = None,
+    ) -> None:
         self.backend = backend
+        self.found_as = found_as or backend.name
         self.device = device
         self.ranks = ranks
         self.ep_sizes = tuple(ep_sizes)
@@ -91,7 +101,7 @@ class Workbench:
             return VirtualWorld(self.backend, self.device, ep_size)
         if self.ranks == "threads":
             return ThreadWorld(self.backend, self.device, ep_size)
-        return ProcessWorld(self.backend.name, self.device.type, ep_size)
+        return ProcessWorld(self.found_as, self.device.type, ep_size)
 
     def open(self, problem: MoEProblem, *, config: str | None = None, timeout_s: float = TIMEOUT_S) -> GroupSession:
         """Open sessions for `problem` on the shared world; refuses what the backend does."""
