@@ -53,7 +53,7 @@ class MoEProblem:
         hidden_size: H, elements of a token.
         intermediate_size: I, elements after the activation (w13 has 2I rows).
         num_experts: E, global *physical* experts, redundant copies included; `ep_size` divides it.
-        top_k: K, picks per token, 1 to 16.
+        top_k: K, picks per token, 1 to 16. May be above `num_experts`: a token may pick an expert several times.
         num_max_tokens_per_rank: capacity; a call may bring 0 to this many tokens on each rank.
         ep_size: ranks that the experts are spread over, contiguous: rank r owns [r * E/R, (r+1) * E/R).
         quant: formats of the GEMMs.

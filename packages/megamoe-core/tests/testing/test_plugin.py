@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megamoe.backend import Capability
 from megamoe.reference import executor
+from megamoe.reference.backend import ReferenceBackend
 from megamoe.testing.plugin import STRESS_SEEDS
 
 pytest_plugins = ["pytester"]
@@ -104,6 +106,22 @@ def test_a_backend_that_claims_nothing_is_a_usage_error(
     result = pytester.runpytest(*PLUGIN)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*backend reference claims nothing: what its capabilities() lists is what is tested*"])
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [([], "does not offer transport:bf16*"), (["--ep-sizes=3"], "the matrix has none of that many ranks")],
+    ids=["refused", "ranks"],
+)
+def test_a_backend_that_refuses_all_that_is_drawn_is_a_usage_error(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: list[str], why: str
+) -> None:
+    """As while it is being written, when it does not claim a format of each kind yet."""
+    monkeypatch.setattr(ReferenceBackend, "capabilities", lambda self: frozenset({Capability.QUANT_A8W8}))
+    pytester.makepyfile("def test_nothing(case): pass")
+    result = pytester.runpytest(*PLUGIN, *options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*backend reference runs no problem of the matrix at EP sizes *: {why}"])
 
 
 def test_a_case_that_fails_names_the_first_stage_that_is_wrong(

@@ -9,6 +9,7 @@ skip, and any expected failure, is a failure: what is claimed is run.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import cast
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from megamoe import env
 from megamoe.backend import Capability
+from megamoe.problem import MoEProblem
 from megamoe.registry import REFERENCE
 from megamoe.testing.cases import MODES, Case, cases, stress_case
 from megamoe.testing.launcher import find_backend
@@ -82,7 +84,27 @@ def _make_workbench(config: pytest.Config) -> Workbench:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("torch sees no GPU here: a backend that computes on CPUs needs --device=cpu")
     ep_sizes = _ep_sizes(config.getoption("--ep-sizes"), device, ranks)
-    return Workbench(backend, device, ranks, ep_sizes, found_as=name)
+    workbench = Workbench(backend, device, ranks, ep_sizes, found_as=name)
+    _require_a_case(workbench)
+    return workbench
+
+
+def _require_a_case(workbench: Workbench) -> None:
+    """Raise with the backend's reasons where it would refuse whatever is drawn."""
+    try:
+        stress_case(0, workbench.device_class, partial(_can_run, workbench))
+    except RuntimeError as error:
+        mine = [case.problem for case in cases(workbench.device_class) if case.problem.ep_size in workbench.ep_sizes]
+        reasons = dict.fromkeys(workbench.backend.supports(problem).detail for problem in mine)
+        why = "; ".join(list(reasons)[:3]) or "the matrix has none of that many ranks"
+        sizes = ", ".join(map(str, workbench.ep_sizes))
+        raise pytest.UsageError(
+            f"backend {workbench.found_as} runs no problem of the matrix at EP sizes {sizes}: {why}"
+        ) from error
+
+
+def _can_run(workbench: Workbench, problem: MoEProblem) -> bool:
+    return problem.ep_size in workbench.ep_sizes and workbench.backend.supports(problem).ok
 
 
 def _ep_sizes(asked: str | None, device: torch.device, ranks: RankKind) -> list[int]:
@@ -142,11 +164,7 @@ def _cases(config: pytest.Config) -> Iterator[Case]:
         yield from (case for case in cases(workbench.device_class) if case.problem.ep_size in workbench.ep_sizes)
         seeds = range(config.getoption("--megamoe-stress"))
     for seed in seeds:
-        yield stress_case(
-            seed,
-            workbench.device_class,
-            lambda problem: problem.ep_size in workbench.ep_sizes and workbench.backend.supports(problem).ok,
-        )
+        yield stress_case(seed, workbench.device_class, partial(_can_run, workbench))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
