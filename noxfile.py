@@ -126,11 +126,17 @@ def conformance_rocm(session: nox.Session) -> None:
 
 
 def install_rocm(session: nox.Session) -> None:
-    """Install core and the ROCm backend beside the ROCm build of torch that is there, from an index of its own."""
-    check = "import sys, torch; sys.exit(None if torch.version.hip else 'torch is there, but not a ROCm build of it')"
-    session.run("python", "-c", check)
-    packages = ["-e", f"{CORE}[test]", "-e", f"{ROCM}[mori]"]
+    """Install core and the ROCm backend beside the ROCm build of torch that is there, from an index of its own.
+
+    hip-python of ROCm's major version, since others load other libraries. Triton into the session's environment, where
+    it hides torch's own: the tests' and the benchmark's kernels that no wheel has are compiled with it.
+    """
+    check = "import sys, torch; print(torch.version.hip or sys.exit('torch is there, but not a ROCm build of it'))"
+    version = str(session.run("python", "-c", check, silent=True)).split()[-1]  # warnings come first
+    major = version.split(".")[0]
+    packages = ["-e", f"{CORE}[test]", "-e", f"{ROCM}[mori]", f"hip-python=={major}.*"]
     session.install(*packages, env={"PIP_CONSTRAINT": ""})
+    session.install("--no-deps", TRITON, env={"PIP_CONSTRAINT": ""})
 
 
 @nox.session(name="validate-mi355x", default=False, venv_params=["--system-site-packages"])

@@ -45,6 +45,7 @@ def test_a_rehearsal_in_the_interpreter_needs_no_variable_set_before(
         pytest.param(["compile", "--output", "/proc/x"], "--output can't be made", id="compile"),
         pytest.param(["validate", "--output", "/proc/x"], "--output can't be made", id="validate"),
         pytest.param(["validate", "--device", "mi355x"], "--device is no device of megamoe-rocm", id="device"),
+        pytest.param(["validate", "--step", "speed"], "--step is no step of validate; got speed", id="step"),
         pytest.param(["validate", "--serving", "/no/plan"], "the serving plan can't be read", id="serving"),
     ],
 )

@@ -113,6 +113,26 @@ def test_another_launch_a_missing_folder_and_other_versions_are_named(launches, 
         CodeStore.open(tmp_path)
 
 
+def test_with_another_triton_what_is_packaged_is_found_and_the_rest_says_what_is_missing(
+    launches, store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside a PyTorch that brings its own Triton."""
+    import triton
+
+    from megamoe_rocm import code_store
+    from megamoe_rocm.aot import ToolchainError
+
+    open_folder = code_store.CodeStore.open
+    monkeypatch.setattr(code_store.CodeStore, "open", lambda: open_folder(store.folder))
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    found = code_store.find_or_compile(launches[0])
+    assert found.sha256 == store.hashes[code_store.code_key(launches[0])]
+    with pytest.raises(
+        ToolchainError, match=r"no code object for this .* nor can it be .*got 3.6.0.*system-site-packages"
+    ):
+        code_store.find_or_compile(replace(launches[0], num_warps=2))
+
+
 def test_what_a_kernel_is_compiled_for_is_in_its_key(launches) -> None:
     from megamoe_rocm.code_store import code_key
 

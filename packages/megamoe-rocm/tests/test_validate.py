@@ -83,6 +83,15 @@ def test_a_run_in_which_everything_passes(tmp_path: Path, monkeypatch: pytest.Mo
     assert "| a4w4 | bf16 | 7168 | 3072 | 8 | 512 | 0.2219 | 0.25 | 0.02480 |" in text
 
 
+def test_one_step_alone_runs_after_a_look_at_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(monkeypatch, code_objects=ValueError("run"), gates=ValueError("run"), matrix={"passed": 7})
+    result = validate(tmp_path, only=["matrix"], on_step=lambda step: None)
+    ran = [step.name for step in result.steps if step.outcome == "passed"]
+    assert ran == ["machine", "matrix, virtual ranks", "matrix, processes"]
+    assert result.passed
+    assert "Passed, with code objects; gates; bench left out." in (tmp_path / "validation.md").read_text()
+
+
 def test_a_serving_run_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ServingPlan(model="m", client=Client.SGLANG, servers={"fused": "serve"}, balancing={}, workloads=())
     steps(monkeypatch, serve={"serving": [SERVED], "accuracy": []})

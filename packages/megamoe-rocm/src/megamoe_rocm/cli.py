@@ -25,6 +25,10 @@ def callback() -> None:
 def validate_command(
     output: Annotated[Path, typer.Option(help="folder for validation.json and validation.md")] = Path("validation"),
     device: Annotated[str, typer.Option(help="gfx950, or to rehearse: nvidia, interpreter, isa")] = Rung.GFX950.value,
+    step: Annotated[
+        list[str] | None,
+        typer.Option(help="code-objects, gates, matrix or bench: run it alone; may be given more than once"),
+    ] = None,
     serving: Annotated[
         Path | None, typer.Option(help="JSON file: servers to measure besides (docs/gfx950.md); left out without it")
     ] = None,
@@ -37,10 +41,10 @@ def validate_command(
 
     plan = None if serving is None else ServingPlan.read(serving)
 
-    def tell(step: Step) -> None:
-        typer.echo(f"{step.outcome:8} {step.name} ({step.seconds} s) {step.why}")
+    def tell(ended: Step) -> None:
+        typer.echo(f"{ended.outcome:8} {ended.name} ({ended.seconds} s) {ended.why}")
 
-    result = validate(output, serving=plan, on_step=tell)
+    result = validate(output, only=step or (), serving=plan, on_step=tell)
     typer.echo(f"{'passed' if result.passed else 'failed'}: see {output / 'validation.md'}")
     if not result.passed:
         raise typer.Exit(1)

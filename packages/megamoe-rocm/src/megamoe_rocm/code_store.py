@@ -16,7 +16,7 @@ from typing import Any
 from megamoe_rocm import __version__
 from megamoe_rocm.aot.code_object import CodeObject
 from megamoe_rocm.aot.compiler import TRITON_VERSION, compile_kernel
-from megamoe_rocm.aot.errors import CodeObjectError
+from megamoe_rocm.aot.errors import CodeObjectError, ToolchainError
 from megamoe_rocm.kernels.launch import Launch
 from megamoe_rocm.kernels.signature import options, parameters
 
@@ -118,8 +118,21 @@ def build(
 
 
 def find_or_compile(launch: Launch) -> CodeObject:
-    """The packaged code object of a launch; where none was packaged, or it is not among them, it is compiled."""
+    """The packaged code object of a launch; where none was packaged, or it is not among them, it is compiled.
+
+    Raises:
+        ToolchainError: it can't be: Triton is missing, or another version.
+        BuildError: it does not compile.
+    """
     try:
         return CodeStore.open().find(launch)
-    except CodeObjectError:
-        return compile_launch(launch)
+    except CodeObjectError as missing:
+        try:
+            return compile_launch(launch)
+        except ToolchainError as error:
+            raise ToolchainError(
+                f"{missing.message}, nor can it be compiled here: {error.message}",
+                got=error.got,
+                expected=error.expected,
+                hint=error.hint,
+            ) from error

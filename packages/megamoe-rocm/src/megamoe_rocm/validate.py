@@ -8,8 +8,9 @@
     bench         suite `seed-gfx950`: times, beside those of the same layer unfused over Mori
     serving       where a plan of it is given: throughput, latencies and GSM8K of served models (`megamoe_rocm.serving`)
 
-One JSON file holds all results, one Markdown file says the same for people; both are written after each step. On a
-stand-in (`--device`) the same steps run smaller: a rehearsal, which the report says.
+`--step` chooses among them; the machine is looked at all the same. One JSON file holds all results, one Markdown file
+says the same for people; both are written after each step. On a stand-in (`--device`) the same steps run smaller: a
+rehearsal, which the report says.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -31,7 +32,7 @@ from typing import Any
 
 from megamoe.bench.commit import current_commit
 from megamoe.bench.suites import SuiteOptions
-from megamoe.errors import BackendUnavailableError, MegaMoEError
+from megamoe.errors import BackendUnavailableError, ConfigError, MegaMoEError
 from megamoe_rocm import __version__, rungs
 from megamoe_rocm.rungs import Rung
 from megamoe_rocm.serving import AccuracyRow, ServingPlan, ServingRow
@@ -48,6 +49,8 @@ LDS_BYTES = 160 * 1024  # of a compute unit
 COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 TAIL = 4000  # characters of a failed run's output
 NOT_ASKED_FOR = "not asked for"
+SERVING = "serving"
+CHOICES = ("code-objects", "gates", "matrix", "bench")  # of `--step`
 
 
 class StepFailedError(MegaMoEError):
@@ -92,14 +95,26 @@ class Validation:
         (folder / "validation.md").write_text(report(self))
 
 
-def validate(folder: Path, *, serving: ServingPlan | None = None, on_step: Callable[[Step], None]) -> Validation:
+def validate(
+    folder: Path,
+    *,
+    only: Collection[str] = (),
+    serving: ServingPlan | None = None,
+    on_step: Callable[[Step], None],
+) -> Validation:
     """Run every step on the rung that is set, whatever became of the earlier ones.
 
     Args:
         folder: where the results go.
+        only: steps to run beside the first, of CHOICES; empty for all.
         serving: what to serve in the last step; None leaves it out.
         on_step: told of each step when it has ended.
+
+    Raises:
+        ConfigError: `only` names something else; nothing has run.
     """
+    if unknown := set(only) - set(CHOICES):
+        raise ConfigError("--step is no step of validate", got=", ".join(sorted(unknown)), expected=", ".join(CHOICES))
     result = Validation(
         rung=rungs.current().value,
         version=__version__,
@@ -116,14 +131,17 @@ def validate(folder: Path, *, serving: ServingPlan | None = None, on_step: Calla
         ("bench", bench),
     ]
     if serving is not None:
-        steps.append(("serving", lambda: serve(serving, folder / "serving")))
+        steps.append((SERVING, lambda: serve(serving, folder / "serving")))
     for name, act in steps:
+        if only and name not in ("machine", SERVING) and name.split(",")[0].replace(" ", "-") not in only:
+            result.steps.append(Step(name=name, outcome=NOT_ASKED_FOR, why="--step leaves it out"))
+            continue
         step = _reason_not_to_run(name, result) or _run(name, act)
         result.steps.append(step)
         result.write(folder)
         on_step(step)
     if serving is None:
-        result.steps.append(Step(name="serving", outcome=NOT_ASKED_FOR, why="--serving PLAN.json asks for it"))
+        result.steps.append(Step(name=SERVING, outcome=NOT_ASKED_FOR, why="--serving PLAN.json asks for it"))
         result.write(folder)
     return result
 
@@ -308,7 +326,7 @@ def report(result: Validation) -> str:
         f"# megamoe-rocm {result.version} on {result.host}",
         "",
         f"Commit {result.commit}, {result.date}, MEGAMOE_ROCM_DEVICE={result.rung}.{rehearsal}",
-        f"**{'Everything passed.' if result.passed else 'Not everything passed.'}**",
+        f"**{_verdict(result)}**",
         "",
         "| step | outcome | seconds | |",
         "|---|---|---|---|",
@@ -320,6 +338,13 @@ def report(result: Validation) -> str:
         if "output" in step.details:
             lines += ["", f"## {step.name}", "", "```", step.details["output"], "```"]
     return "\n".join(lines) + "\n"
+
+
+def _verdict(result: Validation) -> str:
+    if not result.passed:
+        return "Not everything passed."
+    left_out = [step.name for step in result.steps if step.outcome == NOT_ASKED_FOR and step.name != SERVING]
+    return f"Passed, with {'; '.join(left_out)} left out." if left_out else "Everything passed."
 
 
 def _tables(step: Step) -> list[str]:
@@ -349,7 +374,10 @@ def _summary(step: Step) -> str:
     if step.why:
         return step.why.replace("\n", " ").replace("|", "/")[:300]
     if "kernels" in step.details:
-        return f"{len(step.details['kernels'])} code objects"
+        reproduced = sum(each["reproduced"] is True for each in step.details["kernels"])
+        return (
+            f"{len(step.details['kernels'])} code objects; {reproduced} packaged, and compiled here to the same bytes"
+        )
     if "passed" in step.details:
         return f"{step.details['passed']} tests"
     if "gates" in step.details:

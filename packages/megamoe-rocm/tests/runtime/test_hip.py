@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ pytest.importorskip("triton")
 from megamoe_rocm.aot.code_object import CodeObject, KernelArgument
 from megamoe_rocm.aot.errors import CodeObjectError
 from megamoe_rocm.runtime.arguments import ArgumentLayout, offsets
-from megamoe_rocm.runtime.hip_runtime import HipDevice, argument_layout
+from megamoe_rocm.runtime.hip_runtime import HipDevice, argument_layout, query
 
 HERE = Path(__file__).parent
 
@@ -77,6 +78,27 @@ def test_a_call_that_fails_is_named(runtime: Path, tmp_path: Path, function: str
     done = run(runtime, tmp_path / "log", STAND_IN_FAIL=function)
     assert done.returncode != 0
     assert f"BackendUnavailableError: {function} failed; got 1: invalid argument" in done.stderr
+
+
+def test_hip_python_7_fills_a_structure_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions otherwise are those of hip-python 10, which the other tests run."""
+
+    class Hip7:
+        hipError_t = SimpleNamespace(hipSuccess=0)
+        hipDeviceAttribute_t = SimpleNamespace(hipDeviceAttributeMaxSharedMemoryPerBlock=74)
+        hipDeviceProp_t = SimpleNamespace
+
+        @staticmethod
+        def hipGetDeviceProperties(prop: SimpleNamespace, device: int) -> tuple[int]:
+            prop.name, prop.gcnArchName, prop.multiProcessorCount = b"MI355X", b"gfx950:sramecc+", 256 + device
+            return (0,)
+
+        @staticmethod
+        def hipDeviceGetAttribute(attribute: int, device: int) -> tuple[int, int]:
+            return 0, attribute * 1000 + device
+
+    monkeypatch.setitem(sys.modules, "hip", SimpleNamespace(hip=Hip7))
+    assert query(1) == HipDevice(name="MI355X", architecture="gfx950:sramecc+", num_cus=257, lds_bytes=74_001)
 
 
 def test_without_rocm_the_first_call_says_so(runtime: Path, tmp_path: Path) -> None:

@@ -151,7 +151,8 @@ def import_triton() -> ModuleType:
             "another Triton than the kernels were inspected with",
             got=triton.__version__,
             expected=TRITON_VERSION,
-            hint=f"pip install --no-deps triton=={TRITON_VERSION}",
+            hint=f"pip install --no-deps triton=={TRITON_VERSION} into a venv made with --system-site-packages: "
+            "torch keeps its own outside of it (docs/gfx950.md)",
         )
     module: ModuleType = triton
     return module

@@ -1,8 +1,8 @@
 """Code objects on an AMD GPU, through hip-python: what the wheel ships is loaded and launched, nothing is compiled.
 
-Facts, hip-python 10.0.0.0.1.2 (package rocm-bindings-hip, hip.pyi, _hip_helpers.pyx): every function returns a tuple
-whose first entry is its status; `hipModuleLaunchKernel` takes an address as `extra`; HIP_LAUNCH_PARAM_END is 3, not
-CUDA's 0. The runtime adds the hidden arguments behind the explicit ones by itself.
+Facts, hip-python 7.0.2, 7.2.2 (docstrings) and 10.0.0.0.1.2 (package rocm-bindings-hip, hip.pyi, _hip_helpers.pyx):
+every function returns a tuple whose first entry is its status; `hipModuleLaunchKernel` takes an address as `extra`;
+HIP_LAUNCH_PARAM_END is 3, not CUDA's 0. The runtime adds the hidden arguments behind the explicit ones by itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def query(index: int) -> HipDevice:
         BackendUnavailableError: hip-python or ROCm is missing, or there is no such device.
     """
     hip = _hip()
-    (properties,) = _call(hip, "hipGetDeviceProperties", index)
+    properties = _properties(hip, index)
     attributes = hip.hipDeviceAttribute_t
     (lds_bytes,) = _call(hip, "hipDeviceGetAttribute", attributes.hipDeviceAttributeMaxSharedMemoryPerBlock, index)
     return HipDevice(
@@ -117,6 +117,16 @@ def _hip() -> Any:
             hint="pip install hip-python of the ROCm release that is installed",
         ) from error
     return hip
+
+
+def _properties(hip: Any, index: int) -> Any:
+    """What hip-python 10 returns, and hip-python 7 writes into a structure that it is given."""
+    try:
+        return _call(hip, "hipGetDeviceProperties", index)[0]
+    except TypeError:  # takes exactly 2 positional arguments
+        properties = hip.hipDeviceProp_t()
+        _call(hip, "hipGetDeviceProperties", properties, index)
+        return properties
 
 
 def _call(hip: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
