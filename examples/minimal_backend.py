@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 
 from megamoe import Backend, DeviceSpec, MoEProblem, Plan, PreparedWeights, Session, VirtualRanks, env
 from megamoe.backend import Capability, KernelConfig, Reason, SessionStats, Verdict
-from megamoe.call_checks import by_rank, check_call, require_ids, valid_rows
+from megamoe.call_checks import by_rank, check_call, of_each, require_ids, require_own_memory, valid_rows
 from megamoe.errors import ConfigError
 from megamoe.opening import ranks_of, wait_s
 from megamoe.schedule.device_spec import CPU
@@ -121,7 +121,7 @@ class MinimalSession(Session):
         self.require_open()
         arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
         calls = by_rank(arguments, self.plan.problem.ep_size) if self.ep_rank is None else [arguments]
-        valid = [self._checked(*call) for call in calls]
+        valid = of_each(self._checked, calls, virtual=self.ep_rank is None)
         prepared = [call[3] for call in calls]
         self._counts = torch.zeros_like(self._counts)  # a new one: the last may be of inference mode
         outputs = [
@@ -131,7 +131,7 @@ class MinimalSession(Session):
         given = [y if call[4] is None else call[4].copy_(y) for y, call in zip(outputs, calls, strict=True)]
         return self._per_rank(given)
 
-    def _checked(self, x: Any, ids: Any, router: Any, weights: Any, out: Any, num_tokens: Any) -> int:
+    def _checked(self, _: int, x: Any, ids: Any, router: Any, weights: Any, out: Any, num_tokens: Any) -> int:
         """Rows that are no padding. Nothing is computed before every rank's arguments are right."""
         problem = self.plan.problem
         rows = check_call(
@@ -139,6 +139,8 @@ class MinimalSession(Session):
         )
         require_prepared(weights, backend=self.plan.backend, layout=self.weight_layout, problem=problem, device=HOST)
         valid = rows if num_tokens is None else max(0, min(rows, int(valid_rows(num_tokens, rows, HOST))))
+        if out is not None:
+            require_own_memory(out, x, ids, router, num_tokens)
         if env.debug():
             require_ids(ids[:valid], problem.num_experts)
         return valid
