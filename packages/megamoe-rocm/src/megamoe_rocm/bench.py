@@ -111,7 +111,7 @@ class RankResult:
 
 def suites() -> list[Suite]:
     """What this package offers."""
-    description = "ROCm kernels: a rank's share of the seed's layer and of DeepSeek-R1's, a4w4 and a8w4"
+    description = "ROCm kernels: a rank's share of DeepSeek-V4-Pro's layer and of DeepSeek-R1's, a4w4 and a8w4"
     return [Suite(name=NAME, description=description, backend=RocmBackend.name, run=run)]
 
 

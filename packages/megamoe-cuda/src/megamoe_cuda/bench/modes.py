@@ -160,7 +160,7 @@ def suites() -> list[Suite]:
     return [
         Suite(
             name=NAME,
-            description="CUDA kernel: its modes beside each other on the seed's shape, EP1, one GPU",
+            description="CUDA kernel: its modes beside each other, H=4096 I=2048 E=32 top-8, EP1, one GPU",
             backend=CudaBackend.name,
             run=run,
         )

@@ -70,7 +70,7 @@ def suites() -> list[Suite]:
     return [
         Suite(
             name=NAME,
-            description="CUDA kernel: the seed's shape, EP8-equivalent and at EP1 to EP8, beside its peers",
+            description="CUDA kernel: H=4096 I=2048 top-8, 32 experts a rank, EP8-equivalent and EP1 to EP8, beside peers",
             backend=CudaBackend.name,
             run=run,
         )
