@@ -70,7 +70,7 @@ def suites() -> list[Suite]:
     return [
         Suite(
             name=NAME,
-            description="CUDA kernel: H=4096 I=2048, 32 experts a rank, top-8, EP8-equivalent and EP1 to EP8, with peers",
+            description="CUDA kernel: H=4096 I=2048, 32 experts a rank, top-8, EP8-equivalent, EP1 to EP8, with peers",
             backend=CudaBackend.name,
             run=run,
         )
