@@ -142,21 +142,23 @@ def require_own_memory(
     Raises:
         InputError: names the argument.
     """
-    payload, scales = (None, None) if isinstance(hidden_states, Tensor) else _split(hidden_states)
-    end = _span(out)[1]
-    for name, other in (
-        ("topk_ids", topk_ids),
-        ("topk_weights", topk_weights),
-        ("num_tokens", num_tokens),
-        ("hidden_states payload", payload),
-        ("hidden_states scales", scales),
-    ):
-        if other is None or isinstance(other, int) or other.data_ptr() >= end:
-            continue
-        if overlaps(out, other):
+    others = [("topk_ids", topk_ids), ("topk_weights", topk_weights)]
+    if not isinstance(hidden_states, Tensor):
+        payload, scales = _split(hidden_states)
+        others += (
+            [("hidden_states payload", payload)]
+            if scales is None
+            else [("hidden_states payload", payload), ("hidden_states scales", scales)]
+        )
+    if isinstance(num_tokens, Tensor):
+        others.append(("num_tokens", num_tokens))
+    begin, end = _span(out)
+    for name, other in others:
+        first = other.data_ptr()
+        if first < end and (first >= begin or _span(other)[1] > begin) and overlaps(out, other):
             raise InputError(
                 f"out shares memory with {name}",
-                got=f"out from {out.data_ptr():#x} on, {name} from {other.data_ptr():#x} on",
+                got=f"out from {begin:#x} on, {name} from {first:#x} on",
                 expected="memory of its own, or that of BF16 hidden_states",
             )
 

@@ -202,7 +202,7 @@ class CudaSession(DeviceSession):
             out = make(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
         else:
             require_aligned("out", out, ALIGNMENT)
-        if any(isinstance(each, Tensor) and overlaps(each, payload) for each in padded):
+        if padded and any(isinstance(each, Tensor) and overlaps(each, payload) for each in padded):
             payload = payload.clone()
         require_aligned("hidden_states", payload, ALIGNMENT)
         tensors = weights.tensors
