@@ -80,6 +80,15 @@ def test_a_call_that_fails_is_named(runtime: Path, tmp_path: Path, function: str
     assert f"BackendUnavailableError: {function} failed; got 1: invalid argument" in done.stderr
 
 
+def test_a_runtime_beside_the_one_that_pytorch_brings_is_refused(runtime: Path, tmp_path: Path) -> None:
+    """As where a wheel of PyTorch has loaded its own, and the loader finds that of /opt/rocm."""
+    of_torch = shutil.copy(runtime / "libamdhip64.so", tmp_path / "libamdhip64.so.7")
+    done = run(runtime, tmp_path / "log", LD_PRELOAD=str(of_torch))
+    assert "BackendUnavailableError: PyTorch and hip-python use different HIP runtimes" in done.stderr
+    assert str(of_torch) in done.stderr
+    assert str(runtime / "libamdhip64.so") in done.stderr
+
+
 def test_hip_python_7_fills_a_structure_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions otherwise are those of hip-python 10, which the other tests run."""
 

@@ -3,12 +3,15 @@
 Facts, hip-python 7.0.2, 7.2.2 (docstrings) and 10.0.0.0.1.2 (package rocm-bindings-hip, hip.pyi, _hip_helpers.pyx):
 every function returns a tuple whose first entry is its status; `hipModuleLaunchKernel` takes an address as `extra`;
 HIP_LAUNCH_PARAM_END is 3, not CUDA's 0. The runtime adds the hidden arguments behind the explicit ones by itself.
+hip-python opens libamdhip64.so by that name, wherever the loader finds it; PyTorch's wheels bring one of their own, in
+newer ones as libamdhip64.so.7 outside of the loader's path (github.com/ROCm/pytorch/pull/3334).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,10 +53,11 @@ def query(index: int) -> HipDevice:
     """Ask the runtime about device `index`.
 
     Raises:
-        BackendUnavailableError: hip-python or ROCm is missing, or there is no such device.
+        BackendUnavailableError: hip-python or ROCm is missing, there is no such device, or PyTorch has another runtime.
     """
     hip = _hip()
     properties = _properties(hip, index)
+    _require_one_runtime()
     attributes = hip.hipDeviceAttribute_t
     (lds_bytes,) = _call(hip, "hipDeviceGetAttribute", attributes.hipDeviceAttributeMaxSharedMemoryPerBlock, index)
     return HipDevice(
@@ -127,6 +131,23 @@ def _properties(hip: Any, index: int) -> Any:
         properties = hip.hipDeviceProp_t()
         _call(hip, "hipGetDeviceProperties", properties, index)
         return properties
+
+
+def _require_one_runtime() -> None:
+    """Streams and memory of one runtime mean nothing to another: PyTorch's must be the one that hip-python calls.
+
+    Raises:
+        BackendUnavailableError: this process has loaded two.
+    """
+    mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    loaded = {fields[5] for fields in mapped if len(fields) > 5 and "/libamdhip64.so" in fields[5]}
+    if len(loaded) > 1:
+        raise BackendUnavailableError(
+            "PyTorch and hip-python use different HIP runtimes",
+            got=", ".join(sorted(loaded)),
+            expected="one of them",
+            hint="put PyTorch's, or a link to it, as libamdhip64.so into a folder at the front of LD_LIBRARY_PATH",
+        )
 
 
 def _call(hip: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
