@@ -91,6 +91,15 @@ def test_a_stage_that_was_not_counted_has_no_zeros(megamoe: Call, checkpoints: P
     result = megamoe("run", "--checkpoint", checkpoints["mixtral"], "--tokens", 0, "--repeats", 1)
     (combine,) = [line for line in result.stdout.splitlines() if line.startswith("│ combine ")]
     assert combine.split("│")[2:5] == [" " * len(cell) for cell in combine.split("│")[2:5]]
+    assert "counts no rows" not in result.stdout
+
+
+def test_a_backend_that_counts_nothing_of_its_stages_is_named(
+    megamoe: Call, checkpoints: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["megamoe.cli.run"], "stage_totals", lambda result: {})
+    result = megamoe("run", "--checkpoint", checkpoints["mixtral"], "--tokens", 4, "--repeats", 1)
+    assert "backend reference counts no rows, bytes or times of its stages" in result.stdout
 
 
 @pytest.mark.parametrize("with_routing", [True, False])

@@ -285,6 +285,8 @@ def _print(job: Job, result: JobResult, failures: list[str]) -> None:
     )
     out.print(_rank_table(job, result))
     out.print(_stage_table(result))
+    if not stage_totals(result) and any(report.received_rows for report in result.reports):
+        say(f"backend {job.plan.backend} counts no rows, bytes or times of its stages")
     dropped = sum(report.dropped_ids for report in result.reports) // job.repeats
     if dropped:
         say(f"[bold yellow]dropped[/] in each call: {dropped} ids that are no expert's, neither -1 nor below the count")
