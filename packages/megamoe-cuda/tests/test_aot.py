@@ -107,6 +107,19 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_compiler_says_stands_in_the_error(
     monkeypatch: pytest.MonkeyPatch, log: str, fails: bool, message: str
 ) -> None:
+    let_the_compiler_say(monkeypatch, log, fails=fails)
+    with pytest.raises(compiler.KernelCompileError, match=message):
+        compiler.compile_kernel(KERNEL)
+
+
+def test_serialised_wgmmas_count_although_ptxas_calls_them_information(monkeypatch: pytest.MonkeyPatch) -> None:
+    serialised = "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    facts = "ptxas info    : Used 168 registers, 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+    let_the_compiler_say(monkeypatch, f"{facts}\n{serialised} due to something\n")
+    assert compiler.compile_kernel(KERNEL).warnings == (f"{serialised} due to something",)
+
+
+def let_the_compiler_say(monkeypatch: pytest.MonkeyPatch, log: str, *, fails: bool = False) -> None:
     class Program:
         def __init__(self, *_: object) -> None: ...
 
@@ -119,8 +132,6 @@ def test_what_a_compiler_says_stands_in_the_error(
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace(Program=Program, ProgramOptions=lambda **_: None))
     monkeypatch.setattr(compiler, "compiler_version", lambda: compiler.CACHING_NVRTC)
-    with pytest.raises(compiler.KernelCompileError, match=message):
-        compiler.compile_kernel(KERNEL)
 
 
 def test_a_driver_call_that_fails_names_its_status() -> None:

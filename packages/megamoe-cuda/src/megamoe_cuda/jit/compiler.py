@@ -16,6 +16,8 @@ ARCH = "sm_90a"
 PTXAS_OPTIONS = ("-v",)
 CACHING_NVRTC = (12, 9)
 """The first NVRTC that keeps what it compiled, and whose --no-cache tells it not to: a hit leaves ptxas' log empty."""
+COMPLAINT = re.compile(r"warning|\(C7\d{3}\)", re.IGNORECASE)
+"""What marks a line of the log: ptxas reports some serialised WGMMAs (C7514) as information only."""
 
 
 class KernelCompileError(BackendError):
@@ -33,7 +35,7 @@ class CompiledKernel:
         spill_bytes: bytes of spill stores and loads.
         stack_bytes: stack frame.
         dynamic_smem_bytes: dynamic shared memory to launch with.
-        warnings: ptxas warnings; C75xx among them means serialised WGMMAs or an ignored setmaxnreg.
+        warnings: what NVRTC and ptxas complain of; C75xx means serialised WGMMAs or an ignored setmaxnreg.
     """
 
     config: KernelConfig
@@ -74,7 +76,7 @@ def compile_kernel(config: KernelConfig) -> CompiledKernel:
         spill_bytes=_number(r"(\d+) bytes spill stores", text) + _number(r"(\d+) bytes spill loads", text),
         stack_bytes=_number(r"(\d+) bytes stack frame", text),
         dynamic_smem_bytes=shared_memory(config).num_bytes,
-        warnings=tuple(line.strip() for line in text.splitlines() if "warning" in line.lower()),
+        warnings=tuple(line.strip() for line in text.splitlines() if COMPLAINT.search(line)),
     )
 
 
