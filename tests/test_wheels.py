@@ -103,7 +103,8 @@ def test_a_wheel_names_the_commit_it_was_built_from(checkout: Path, tmp_path: Pa
     package = checkout / "packages/megamoe-core"
     built_from = run("git", "describe", "--always", cwd=checkout)
     with tarfile.open(build(package, "sdist", tmp_path / "sdist")) as archive:
-        archive.extractall(tmp_path / "elsewhere/unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # older Pythons have none
+        archive.extractall(tmp_path / "elsewhere/unpacked")
     assert commit(tmp_path / "elsewhere", ".") != built_from
     (unpacked,) = (tmp_path / "elsewhere/unpacked").iterdir()
     (package / "README.md").write_text("changed")

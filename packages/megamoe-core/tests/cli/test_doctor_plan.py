@@ -91,7 +91,7 @@ def test_the_reference_is_planned_where_no_other_backend_can(megamoe: Call, monk
     entries: dict[str, object] = {"reference": installed_backends()["reference"]}
     monkeypatch.setattr(registry, "installed_backends", lambda: entries)
     assert planned() == {"reference"}
-    entries["other"] = SimpleNamespace(dist=None, value="a test's", load=lambda: Other)
+    entries["other"] = SimpleNamespace(name="other", dist=None, value="a test's", load=lambda: Other)
     assert planned() == {"other"}
 
 
