@@ -145,11 +145,9 @@ def require_own_memory(
     others = [("topk_ids", topk_ids), ("topk_weights", topk_weights)]
     if not isinstance(hidden_states, Tensor):
         payload, scales = _split(hidden_states)
-        others += (
-            [("hidden_states payload", payload)]
-            if scales is None
-            else [("hidden_states payload", payload), ("hidden_states scales", scales)]
-        )
+        others.append(("hidden_states payload", payload))
+        if scales is not None:
+            others.append(("hidden_states scales", scales))
     if isinstance(num_tokens, Tensor):
         others.append(("num_tokens", num_tokens))
     begin, end = _span(out)
