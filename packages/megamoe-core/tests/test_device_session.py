@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ class Diary(DeviceSession):
     def __init__(self, group: Group | None = None) -> None:
         self.diary: list[str] = []
         self.fault: ProtocolError | None = None
+        self.refused: Exception | None = None
         super().__init__(
             PLAN,
             group=group,
@@ -55,15 +57,16 @@ class Diary(DeviceSession):
             ),
         )
 
-    def forward(self, refused: Exception | None = None) -> Any:
-        self._require_healthy()
-        try:
-            if refused is not None:
-                raise refused
-        except Exception as error:
-            self._leave_out(error)
-            raise
-        self._calls += 1
+    def call(self, refused: Exception | None = None) -> Any:
+        """`forward`, which ends in `refused` before anything is launched."""
+        self.refused = refused
+        nothing: Any = None
+        return self.forward(nothing, nothing, nothing, nothing)
+
+    def _call(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
+        if self.refused is not None:
+            raise self.refused
+        return [torch.empty(0) for _ in rows]
 
     def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
         raise NotImplementedError
@@ -132,7 +135,7 @@ def test_memory_goes_after_the_last_launch_of_the_last_rank() -> None:
     session.close()
     session.close()
     assert session.diary == ["synchronize", "unload", "meet: close", "release"]
-    for use in (session.forward, session.warmup, session.check, session.reset, session.stats, session.receive_counts):
+    for use in (session.call, session.warmup, session.check, session.reset, session.stats, session.receive_counts):
         with pytest.raises(SessionError, match="closed"):
             use()
 
@@ -155,14 +158,14 @@ def test_memory_stays_where_a_rank_does_not_come_to_the_last_meeting(caplog: pyt
 def test_a_failure_is_raised_by_each_use_until_the_reset(fault: ProtocolError, timeouts: int) -> None:
     """It counts once; a peer that gave up is no time-out of this rank."""
     session = opened()
-    session.forward()
+    session.call()
     session.fault = fault
-    for use in (session.forward, session.check, session.warmup):
+    for use in (session.call, session.check, session.warmup):
         with pytest.raises(type(fault)) as raised:
             use()
         assert raised.value is fault
     session.reset()
-    session.forward()
+    session.call()
     session.check()
     assert session.stats() == [SessionStats(calls=2, timeouts=timeouts)] * 2
 
@@ -177,16 +180,16 @@ def test_a_rank_that_is_left_out_of_a_call_makes_no_other_before_the_reset(error
         session = opened(group)
         if group.rank == 0:
             with pytest.raises(type(error)):
-                session.forward(error)
+                session.call(error)
             with pytest.raises(SessionError, match=rf"last call failed \({type(error).__name__}: .*reset\(\) on every"):
-                session.forward()
+                session.call()
             with pytest.raises(SessionError, match="the last call failed"):
                 session.check()
         else:
-            session.forward()
+            session.call()
             time.sleep(1.2 * session._timeout_s)  # as a launch that waits for rank 0
         session.reset()
-        session.forward()
+        session.call()
         return session.stats()
 
     assert on_ranks(2, body) == [SessionStats(calls=1), SessionStats(calls=2)]
@@ -199,16 +202,16 @@ def test_a_rank_that_is_left_out_of_a_call_makes_no_other_before_the_reset(error
 def test_without_peers_and_in_a_capture_nobody_is_left_out() -> None:
     session = opened()
     with pytest.raises(InputError) as raised:
-        session.forward(InputError("wrong"))
+        session.call(InputError("wrong"))
     assert raised.value.hint is None
-    session.forward()
+    session.call()
 
     def body(group: InprocGroup) -> None:
         session = opened(group)
         with pytest.raises(CaptureError):
-            session.forward(CaptureError("cold"))
+            session.call(CaptureError("cold"))
         session.warmup()
-        session.forward()
+        session.call()
 
     assert on_ranks(2, body) == [None, None]
 

@@ -2,7 +2,7 @@
 
 A call is queued on a stream and ends, or fails, later. So a failure is what kernels have left in host memory, which
 each later use of the session looks at; and flags may be set, and memory given back, only when every rank's launches
-have ended. Both orders are the same on all hardware and are kept here. Calls themselves are each backend's own.
+have ended. Both orders are the same on all hardware and are kept here, and so is what an error of a call leads to.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backend import Plan, Session, SessionStats, StageTaps
-from megamoe.call_checks import ask_for_reset, last_call_failed
+from megamoe.backend import HiddenStates, Plan, Session, SessionStats, StageTaps
+from megamoe.call_checks import ask_for_reset, by_rank, last_call_failed
 from megamoe.errors import CaptureError, MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.symm import Group, PeerMemory
+from megamoe.tensors import PreparedWeights
 
 
 class DeviceSession(Session):
     """A session whose calls are launches on a stream: of one rank, or of all (virtual ranks) where `ep_rank` is None.
 
-    A backend's subclass implements `forward`, `_prepare`, `keep_taps` and the hooks below. Its `forward` begins with
-    `_require_healthy()`, hands what it raises after that to `_leave_out`, and adds one to `_calls`; its `keep_taps` is
+    A backend's subclass implements `_prepare`, `keep_taps` and the hooks below. Its `keep_taps` is
     `_require_healthy()`, `_give_back()`, another `_layout` and tensors in `_gate_up`, `start()`.
     """
 
@@ -91,6 +91,11 @@ class DeviceSession(Session):
     @abstractmethod
     def _unload_kernels(self) -> None:
         """Give loaded kernels back; their launches have ended."""
+
+    @abstractmethod
+    def _call(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
+        """Check the arguments of `forward`, a row (`call_checks.ARGUMENTS`) of each driven rank, launch the call, and
+        return the ranks' outputs."""
 
     @abstractmethod
     def _find_failure(self) -> ProtocolError | None:
@@ -159,6 +164,29 @@ class DeviceSession(Session):
     def _meet(self, phase: str, timeout_s: float | None = None) -> None:
         if self._group is not None:
             self._group.barrier(timeout_s=self._timeout_s if timeout_s is None else timeout_s, phase=phase)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: HiddenStates | Sequence[HiddenStates],
+        topk_ids: Tensor | Sequence[Tensor],
+        topk_weights: Tensor | Sequence[Tensor],
+        weights: PreparedWeights | Sequence[PreparedWeights],
+        *,
+        out: Tensor | Sequence[Tensor] | None = None,
+        num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
+    ) -> Any:
+        """COLLECTIVE, stream-ordered; graph-safe after `warmup` where the backend captures. See `Session.forward`."""
+        self._require_healthy()
+        arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        try:
+            outputs = self._call(by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments])
+        except Exception as error:
+            self._leave_out(error)
+            raise
+        self._calls += 1
+        return self._per_rank(outputs)
 
     # -- failures -----------------------------------------------------------------------------------------------
 

@@ -22,9 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.backend import HiddenStates, Plan, StageTaps
+from megamoe.backend import Plan, StageTaps
 from megamoe.call_checks import (
-    by_rank,
     check_call,
     of_each,
     overlaps,
@@ -116,26 +115,7 @@ class CudaSession(DeviceSession):
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        hidden_states: HiddenStates | Sequence[HiddenStates],
-        topk_ids: Tensor | Sequence[Tensor],
-        topk_weights: Tensor | Sequence[Tensor],
-        weights: PreparedWeights | Sequence[PreparedWeights],
-        *,
-        out: Tensor | Sequence[Tensor] | None = None,
-        num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
-    ) -> Any:
-        """COLLECTIVE, stream-ordered, graph-safe after `warmup`. See `Session.forward`."""
-        self._require_healthy()
-        try:
-            return self._call((hidden_states, topk_ids, topk_weights, weights, out, num_tokens))
-        except Exception as error:
-            self._leave_out(error)
-            raise
-
-    def _call(self, arguments: Sequence[Any]) -> Any:
-        rows = by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments]
+    def _call(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
         padded = [row[4] for row in rows if row[4] is not None and row[5] is not None]  # outputs with padding
         calls = of_each(partial(self._prepare_call, padded=padded), rows, virtual=self.ep_rank is None)
         for padded_out in padded:
@@ -146,8 +126,7 @@ class CudaSession(DeviceSession):
         else:
             with torch.cuda.device(self._device):
                 self._launch(kernel, [call.launch for call in calls])
-        self._calls += 1
-        return [call.out for call in calls] if self.ep_rank is None else calls[0].out
+        return [call.out for call in calls]
 
     def _launch(self, kernel: LoadedKernel, calls: list[RankCall]) -> None:
         torch.cuda.nvtx.range_push("megamoe.forward")  # type: ignore[no-untyped-call]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megamoe.backend import HiddenStates, Plan, StageTaps
 from megamoe.call_checks import (
-    by_rank,
     check_call,
     of_each,
     require_aligned,
@@ -119,30 +118,10 @@ class RocmSession(DeviceSession):
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        hidden_states: HiddenStates | Sequence[HiddenStates],
-        topk_ids: Tensor | Sequence[Tensor],
-        topk_weights: Tensor | Sequence[Tensor],
-        weights: PreparedWeights | Sequence[PreparedWeights],
-        *,
-        out: Tensor | Sequence[Tensor] | None = None,
-        num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
-    ) -> Any:
-        """COLLECTIVE, stream-ordered. See `Session.forward`."""
-        self._require_healthy()
-        try:
-            return self._call((hidden_states, topk_ids, topk_weights, weights, out, num_tokens))
-        except Exception as error:
-            self._leave_out(error)
-            raise
-
-    def _call(self, arguments: Sequence[Any]) -> Any:
-        rows = by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments]
+    def _call(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
         calls = of_each(self._checked, rows, virtual=self.ep_rank is None)
         self._run(calls)
-        self._calls += 1
-        return self._per_rank([call.out for call in calls])
+        return [call.out for call in calls]
 
     def _run(self, calls: Sequence[CallTensors]) -> None:
         """Launch one call of the driven ranks, phase by phase."""
