@@ -18,7 +18,7 @@ from megamoe.errors import BackendUnavailableError
 from megamoe_rocm import bench, gates
 from megamoe_rocm import validate as module
 from megamoe_rocm.serving import Client, ServingError, ServingPlan, ServingRow
-from megamoe_rocm.validate import Step, StepFailedError, Validation, report, validate
+from megamoe_rocm.validate import CHOICES, Step, StepFailedError, Validation, report, validate
 
 ROW = {
     "mode": "a4w4",
@@ -90,6 +90,16 @@ def test_one_step_alone_runs_after_a_look_at_the_machine(tmp_path: Path, monkeyp
     assert ran == ["machine", "matrix, virtual ranks", "matrix, processes"]
     assert result.passed
     assert "Passed, with code objects; gates; bench left out." in (tmp_path / "validation.md").read_text()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_each_choice_is_a_step(choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(monkeypatch, gates={"gates": [GATE]}, matrix={"passed": 7}, bench={"rows": [ROW]})
+    result = validate(tmp_path, only=[choice], on_step=lambda step: None)
+    ran = [step.name for step in result.steps if step.outcome == "passed"]
+    assert ran[0] == "machine"
+    assert len(ran) > 1
+    assert all(name.replace(" ", "-").startswith(choice) for name in ran[1:])
 
 
 def test_a_serving_run_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,18 +122,19 @@ def validate(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         host=platform.node(),
     )
-    steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        ("machine", machine),
-        ("code objects", code_objects),
-        ("gates", gates),
-        ("matrix, virtual ranks", lambda: matrix("--ranks=virtual")),
-        ("matrix, processes", lambda: matrix("--ranks=processes")),
-        ("bench", bench),
+    # With which of CHOICES it runs; None: with any.
+    steps: list[tuple[str | None, str, Callable[[], dict[str, Any]]]] = [
+        (None, "machine", machine),
+        ("code-objects", "code objects", code_objects),
+        ("gates", "gates", gates),
+        ("matrix", "matrix, virtual ranks", lambda: matrix("--ranks=virtual")),
+        ("matrix", "matrix, processes", lambda: matrix("--ranks=processes")),
+        ("bench", "bench", bench),
     ]
     if serving is not None:
-        steps.append((SERVING, lambda: serve(serving, folder / "serving")))
-    for name, act in steps:
-        if only and name not in ("machine", SERVING) and name.split(",")[0].replace(" ", "-") not in only:
+        steps.append((None, SERVING, lambda: serve(serving, folder / "serving")))
+    for choice, name, act in steps:
+        if only and choice is not None and choice not in only:
             result.steps.append(Step(name=name, outcome=NOT_ASKED_FOR, why="--step leaves it out"))
             continue
         step = _reason_not_to_run(name, result) or _run(name, act)
