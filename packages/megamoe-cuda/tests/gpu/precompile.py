@@ -21,7 +21,7 @@ from megamoe.testing.cases import cases, stress_case
 from megamoe_cuda import backend
 from megamoe_cuda.aot import builds
 from megamoe_cuda.backend import CudaBackend
-from megamoe_cuda.bench import modes, seed_sm90
+from megamoe_cuda.bench import modes, seed_sm90, shapes, skew
 from megamoe_cuda.heuristics import session_config
 from megamoe_cuda.jit.store import load_or_compile
 from megamoe_cuda.kernel_config import KernelConfig
@@ -61,6 +61,14 @@ def bench_kernels(num_gpus: int) -> Iterator[KernelConfig]:
         for transport in Transport:
             for problem in modes._problems(tokens, transport):
                 yield from (build.kernel for build in builds(problem))
+    for shape in shapes.SHAPES:
+        for measurement in shapes._measurements(shape, SuiteOptions()):
+            yield from (build.kernel for build in builds(measurement.problem))
+    for each in skew._rounds(SuiteOptions()):
+        problem = skew._alone(each, skew._picks(each))
+        rows_tile = session_config(problem, None).tile_for(problem, problem.num_max_tokens_per_rank).name
+        for tile in (each.tile, rows_tile):
+            yield from (build.kernel for build in builds(problem, config=tile))
 
 
 def matrix_kernels(virtual: bool, largest_ep_size: int) -> Iterator[KernelConfig]:
