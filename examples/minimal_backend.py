@@ -140,7 +140,7 @@ class MinimalSession(Session):
         require_prepared(weights, backend=self.plan.backend, layout=self.weight_layout, problem=problem, device=HOST)
         valid = rows if num_tokens is None else max(0, min(rows, int(valid_rows(num_tokens, rows, HOST))))
         if out is not None:
-            require_own_memory(out, x, ids, router, num_tokens)
+            require_own_memory(out, x, ids, router, weights, num_tokens)
         if env.debug():
             require_ids(ids[:valid], problem.num_experts)
         return valid

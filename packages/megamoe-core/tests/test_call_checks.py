@@ -21,6 +21,7 @@ from megamoe.call_checks import (
 from megamoe.errors import CapacityError, InputError
 from megamoe.formats import FP8_1X128, MXFP8
 from megamoe.problem import MoEProblem
+from megamoe.tensors import PreparedWeights
 
 H, K, CAPACITY = 256, 2, 8
 
@@ -150,6 +151,7 @@ def test_quantised_input() -> None:
             {"hidden_states": (torch.zeros(5, H), torch.zeros(5, 2))},
             "payload.*quantise to the mode's format, or pass BF16",
         ),
+        ({"out": torch.zeros(5, H)}, "out has the wrong dtype.*; leave out=None to have it made"),
     ],
 )
 def test_a_refusal_says_which_dimension_is_which_and_what_to_do(changes: dict[str, Any], says: str) -> None:
@@ -157,9 +159,36 @@ def test_a_refusal_says_which_dimension_is_which_and_what_to_do(changes: dict[st
         check(call(**changes))
 
 
+def prepared(*w2_bias: torch.Tensor) -> PreparedWeights:
+    return PreparedWeights.of(problem(), backend="", layout="", tensors=dict(zip(("w2_bias",), w2_bias)))
+
+
 def at(memory: torch.Tensor, first_byte: int, like: torch.Tensor) -> torch.Tensor:
     """Memory of bytes from `first_byte` on, with the shape and dtype of `like`."""
     return memory[first_byte : first_byte + like.nbytes].view(like.dtype).view(like.shape)
+
+
+class Wrapper(torch.Tensor):
+    """Its elements are somewhere else, as a DTensor's are."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Any:
+        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise AssertionError("nothing is asked of it but its facts")
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "topk_ids", "topk_weights", "out"])
+def test_a_tensor_without_elements_at_its_address_is_refused(name: str) -> None:
+    """A kernel would read from address 0."""
+    good = call(out=torch.zeros(5, H, dtype=torch.bfloat16))
+    assert check({**good, name: torch.nn.Parameter(good[name], requires_grad=False)}) == 5
+    for value in (Wrapper(good[name]), good[name].to_sparse()):
+        with pytest.raises(InputError, match=rf"{name} does not hold its elements.*to_local\(\)"):
+            check({**good, name: value})
 
 
 def test_an_output_lies_over_no_argument_but_bf16_tokens() -> None:
@@ -175,15 +204,17 @@ def test_an_output_lies_over_no_argument_but_bf16_tokens() -> None:
             at(memory, tokens.nbytes - ids.nbytes, ids),
             out.view(torch.int64)[:0],
         ):
-            require_own_memory(out, x, picks, router, 5)
+            require_own_memory(out, x, picks, router, prepared(), 5)
     payload = torch.zeros(5, H, dtype=torch.float8_e4m3fn)
-    require_own_memory(out, (payload, scales), ids, router, count)
+    apart = prepared(torch.zeros(8))
+    require_own_memory(out, (payload, scales), ids, router, apart, count)
     for name, arguments in {
-        "topk_ids": (tokens, at(memory, last - 8, ids), router, None),
-        "topk_weights": (tokens, ids, at(memory, tokens.nbytes - 8, router), None),
-        "num_tokens": (tokens, ids, router, at(memory, tokens.nbytes + 8, count)),
-        "hidden_states payload": ((at(memory, tokens.nbytes, payload), scales), ids, router, 5),
-        "hidden_states scales": ((payload, at(memory, tokens.nbytes, scales)), ids, router, 5),
+        "topk_ids": (tokens, at(memory, last - 8, ids), router, apart, None),
+        "topk_weights": (tokens, ids, at(memory, tokens.nbytes - 8, router), apart, None),
+        "w2_bias": (tokens, ids, router, prepared(at(memory, last - 8, torch.zeros(4))), None),
+        "num_tokens": (tokens, ids, router, apart, at(memory, tokens.nbytes + 8, count)),
+        "hidden_states payload": ((at(memory, tokens.nbytes, payload), scales), ids, router, apart, 5),
+        "hidden_states scales": ((payload, at(memory, tokens.nbytes, scales)), ids, router, apart, 5),
     }.items():
         with pytest.raises(InputError, match=f"out shares memory with {name}; got out from 0x"):
             require_own_memory(out, *arguments)

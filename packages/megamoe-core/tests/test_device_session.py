@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,7 +45,8 @@ class Diary(DeviceSession):
     def __init__(self, group: Group | None = None) -> None:
         self.diary: list[str] = []
         self.fault: ProtocolError | None = None
-        self.refused: Exception | None = None
+        self.refused: BaseException | None = None
+        self.meanwhile: Callable[[], None] = lambda: None
         super().__init__(
             PLAN,
             group=group,
@@ -57,13 +59,14 @@ class Diary(DeviceSession):
             ),
         )
 
-    def call(self, refused: Exception | None = None) -> Any:
+    def call(self, refused: BaseException | None = None) -> Any:
         """`forward`, which ends in `refused` before anything is launched."""
         self.refused = refused
         nothing: Any = None
         return self.forward(nothing, nothing, nothing, nothing)
 
     def _call(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
+        self.meanwhile()
         if self.refused is not None:
             raise self.refused
         return [torch.empty(0) for _ in rows]
@@ -167,13 +170,17 @@ def test_a_failure_is_raised_by_each_use_until_the_reset(fault: ProtocolError, t
     session.reset()
     session.call()
     session.check()
+    session.diary.clear()
     assert session.stats() == [SessionStats(calls=2, timeouts=timeouts)] * 2
+    assert session.diary == ["synchronize"]  # calls may be on other streams than the one that reads
 
 
 @pytest.mark.parametrize(
-    "error", [CapacityError("too many", hint="split"), torch.OutOfMemoryError("no memory for out")]
+    "error",
+    [CapacityError("too many", hint="split"), torch.OutOfMemoryError("no memory for out"), KeyboardInterrupt()],
+    ids=lambda error: type(error).__name__,
 )
-def test_a_rank_that_is_left_out_of_a_call_makes_no_other_before_the_reset(error: Exception) -> None:
+def test_a_rank_that_is_left_out_of_a_call_makes_no_other_before_the_reset(error: BaseException) -> None:
     """Its peers would take the next call for the one that it did not make. They come to the reset a time-out later."""
 
     def body(group: InprocGroup) -> SessionStats:
@@ -197,6 +204,68 @@ def test_a_rank_that_is_left_out_of_a_call_makes_no_other_before_the_reset(error
         assert (
             error.hint == "split; peers that made this call end with an error too, and every rank calls session.reset()"
         )
+
+
+def test_a_reset_that_a_rank_did_not_live_to_see_is_none() -> None:
+    session = opened()
+    session.fault = PEER_FAILED
+    with pytest.raises(RankFailedError):
+        session.call()
+
+    def set_flags(rank: int, epoch: int) -> None:
+        raise RuntimeError("lost the device")
+
+    session._set_flags = set_flags  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="lost"):
+        session.reset()
+    with pytest.raises(RankFailedError):
+        session.call()
+
+
+def test_a_second_thread_is_told_that_the_session_is_busy() -> None:
+    """Both would write the arguments of their launch into the same memory. With peers the call that was not made counts
+    as any other."""
+
+    def body(group: Group | None) -> str:
+        session = opened(group)
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                session.call()
+            except SessionError as error:
+                errors.append(error)
+
+        def call_in_another_thread() -> None:
+            session.meanwhile = lambda: None
+            second = threading.Thread(target=call)
+            second.start()
+            second.join()
+
+        session.meanwhile = call_in_another_thread
+        session.call()
+        call()
+        assert "another thread is in a call" in str(errors.pop(0))
+        session.reset()
+        session.call()
+        return " ".join(map(str, errors))
+
+    assert body(None) == ""
+    for later in on_ranks(2, body):
+        assert "the last call failed (SessionError: another thread" in later
+
+
+def test_ids_of_valid_rows_are_looked_at_but_not_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look is to wait for the stream, which ends a capture."""
+    session, ids = opened(), torch.tensor([[3], [4]])
+    for valid in (1, torch.tensor(1, dtype=torch.int32), torch.tensor(-1, dtype=torch.int32)):
+        session._look_at_ids(ids, valid)
+    for valid in (None, 2, torch.tensor(9, dtype=torch.int32)):
+        with pytest.raises(InputError, match=r"topk_ids\[1, 0\] is no expert's id; got 4"):
+            session._look_at_ids(ids, valid)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    session._look_at_ids(ids, None)
 
 
 def test_without_peers_and_in_a_capture_nobody_is_left_out() -> None:

@@ -396,11 +396,14 @@ class Session(ABC):
         In a session with peers, whatever this raises, a bad argument of this rank alone included, every rank calls
         `reset()` before its next call: peers end with an error of their own, at once on a CPU, after the time-out on
         GPUs, and until its reset a rank raises SessionError. Two need none: CaptureError, which sends nothing, and bad
-        arguments where there are no peers (`ep_size` 1, virtual ranks).
+        arguments where there are no peers (`ep_size` 1, virtual ranks). Ctrl-C in the middle of it counts as an error.
+
+        Threads take turns: while one is in here, SessionError in another.
 
         Args:
             hidden_states: `[T, H]` BF16, or (payload, scales) in the mode's activation format. 0 <= T <= capacity.
-            topk_ids: `[T, K]` int32 or int64, global physical expert ids; -1 means no expert.
+            topk_ids: `[T, K]` int32 or int64, global physical expert ids; -1 means no expert. An expert may stand in a
+                row several times: its contributions add up.
             topk_weights: `[T, K]` FP32, any sign.
             weights: made by this session's `prepare_weights`.
             out: `[T, H]` BF16 to write into, contiguous; on a GPU aligned to 16 bytes. It may lie over BF16

@@ -14,7 +14,7 @@ from megamoe.errors import CapacityError, InputError, MegaMoEError, SessionError
 from megamoe.formats import Quantized
 from megamoe.problem import MoEProblem
 from megamoe.stages.route import out_of_range
-from megamoe.tensors import is_on
+from megamoe.tensors import PreparedWeights, is_on
 
 T = TypeVar("T")
 ARGUMENTS = ("hidden_states", "topk_ids", "topk_weights", "weights", "out", "num_tokens")  # of `Session.forward`
@@ -93,7 +93,14 @@ def last_call_failed(error: BaseException) -> SessionError:
     )
 
 
-def ask_for_reset(error: Exception) -> None:
+def another_thread_calls() -> SessionError:
+    """What a session raises in a second thread while a call of the first has not returned: they share its memory."""
+    return SessionError(
+        "another thread is in a call of this session", hint="call in turn, or open a session for each thread"
+    )
+
+
+def ask_for_reset(error: BaseException) -> None:
     """Add to the hint of `error`, which kept a rank from making a call that its peers make, what is to be done."""
     if isinstance(error, MegaMoEError):
         hint = "peers that made this call end with an error too, and every rank calls session.reset()"
@@ -132,12 +139,17 @@ def require_aligned(name: str, tensor: Tensor, alignment: int) -> None:
 
 
 def require_own_memory(
-    out: Tensor, hidden_states: HiddenStates, topk_ids: Tensor, topk_weights: Tensor, num_tokens: int | Tensor | None
+    out: Tensor,
+    hidden_states: HiddenStates,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weights: PreparedWeights,
+    num_tokens: int | Tensor | None,
 ) -> None:
     """Raise where a rank's `out` lies over its own arguments. Over BF16 `hidden_states` it may lie, in any way.
 
     Args:
-        out, hidden_states, topk_ids, topk_weights, num_tokens: of `Session.forward`, after `check_call`.
+        out, hidden_states, topk_ids, topk_weights, weights, num_tokens: of `Session.forward`, after `check_call`.
 
     Raises:
         InputError: names the argument.
@@ -150,8 +162,9 @@ def require_own_memory(
             others.append(("hidden_states scales", scales))
     if isinstance(num_tokens, Tensor):
         others.append(("num_tokens", num_tokens))
-    begin, end = _span(out)
-    for name, other in others:
+    begin = out.data_ptr()
+    end = begin + out.nbytes
+    for name, other in (*others, *weights.tensors.items()):
         first = other.data_ptr()
         if first < end and (first >= begin or _span(other)[1] > begin) and overlaps(out, other):
             raise InputError(
@@ -297,9 +310,21 @@ def _same_bytes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return e8m0 if dtype in e8m0 else (dtype,)
 
 
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Whether it is a subclass that keeps its elements in tensors of its own, as a DTensor does."""
+    return tensor.device.type != "meta" and tensor.numel() > 0 and tensor.data_ptr() == 0
+
+
 def _expect(name: str, tensor: Tensor, meaning: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(tensor, Tensor):
         raise InputError(f"{name} is not a tensor", got=type(tensor).__name__, expected=f"a tensor of shape {shape}")
+    if tensor.layout is not torch.strided or _has_no_memory(tensor):
+        raise InputError(
+            f"{name} does not hold its elements one by one in memory",
+            got=f"{type(tensor).__name__} of layout {tensor.layout}",
+            expected="a plain tensor",
+            hint="pass a DTensor's to_local(), a sparse tensor's to_dense()",
+        )
     if tuple(tensor.shape) != shape:
         raise InputError(
             f"{name} has the wrong shape",
@@ -308,10 +333,10 @@ def _expect(name: str, tensor: Tensor, meaning: str, shape: tuple[int, ...], dty
             hint="T is the number of rows of hidden_states, the other is of the problem that was planned",
         )
     if tensor.dtype not in dtypes:
-        in_format = name.startswith("hidden_states ")  # bits of a format mean nothing in another dtype
+        if name.startswith("hidden_states "):  # bits of a format mean nothing in another dtype
+            hint = "quantise to the mode's format, or pass BF16 rows"
+        else:
+            hint = "leave out=None to have it made" if name == "out" else f"cast with .to({dtypes[-1]})"
         raise InputError(
-            f"{name} has the wrong dtype",
-            got=tensor.dtype,
-            expected=" or ".join(map(str, dtypes)),
-            hint="quantise to the mode's format, or pass BF16 rows" if in_format else f"cast with .to({dtypes[-1]})",
+            f"{name} has the wrong dtype", got=tensor.dtype, expected=" or ".join(map(str, dtypes)), hint=hint
         )

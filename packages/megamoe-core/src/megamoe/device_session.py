@@ -8,6 +8,7 @@ have ended. Both orders are the same on all hardware and are kept here, and so i
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megamoe import env
 from megamoe.backend import HiddenStates, Plan, Session, SessionStats, StageTaps
-from megamoe.call_checks import ask_for_reset, by_rank, last_call_failed
+from megamoe.call_checks import another_thread_calls, ask_for_reset, by_rank, last_call_failed, require_ids
 from megamoe.errors import CaptureError, MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.symm import Group, PeerMemory
 from megamoe.tensors import PreparedWeights
@@ -26,6 +27,8 @@ from megamoe.tensors import PreparedWeights
 
 class DeviceSession(Session):
     """A session whose calls are launches on a stream: of one rank, or of all (virtual ranks) where `ep_rank` is None.
+
+    One call at a time: a second thread that calls forward before it has returned in the first gets a SessionError.
 
     A backend's subclass implements `_prepare`, `keep_taps` and the hooks below. Its `keep_taps` is
     `_require_healthy()`, `_give_back()`, another `_layout` and tensors in `_gate_up`, `start()`.
@@ -62,6 +65,7 @@ class DeviceSession(Session):
         self._allocate = allocate
         self._memory = NO_MEMORY
         self._check_ids = env.debug()
+        self._calling = threading.Lock()
         self._calls = 0
         self._timeouts = 0
         self._failure: ProtocolError | SessionError | None = None
@@ -180,13 +184,27 @@ class DeviceSession(Session):
         """COLLECTIVE, stream-ordered; graph-safe after `warmup` where the backend captures. See `Session.forward`."""
         self._require_healthy()
         arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        if not self._calling.acquire(False):
+            busy = another_thread_calls()
+            self._leave_out(busy)
+            raise busy
         try:
             outputs = self._call(by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments])
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C may have come before the launch
             self._leave_out(error)
             raise
+        finally:
+            self._calling.release()
         self._calls += 1
         return self._per_rank(outputs)
+
+    def _look_at_ids(self, topk_ids: Tensor, num_tokens: int | Tensor | None) -> None:
+        """For debug mode: raise InputError for an id of no expert in a row that is no padding. Synchronises, so that it
+        does nothing while a graph is captured."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        valid = len(topk_ids) if num_tokens is None else max(0, int(num_tokens))
+        require_ids(topk_ids[:valid], self.plan.problem.num_experts)
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -201,7 +219,7 @@ class DeviceSession(Session):
             self._timeouts += isinstance(self._failure, MegaMoETimeoutError)
         raise self._failure
 
-    def _leave_out(self, error: Exception) -> None:
+    def _leave_out(self, error: BaseException) -> None:
         """Refuse later calls until a reset, after `error` kept this rank from launching a call that its peers launch.
 
         Peers can't be told: they wait for this rank until the time-out. A capture sends nothing, on any rank.
@@ -226,8 +244,8 @@ class DeviceSession(Session):
         self._synchronize()
         self._meet("reset: all launches have ended", 2 * self._timeout_s)
         self._forget_failure()
-        self._failure = None
         self.start_epochs(0)
+        self._failure = None
 
     @property
     def _if_a_rank_died(self) -> str | None:
@@ -244,6 +262,7 @@ class DeviceSession(Session):
     def stats(self) -> Any:
         """`SessionStats`; synchronises."""
         self.require_open()
+        self._synchronize()
         return self._per_rank(
             [
                 SessionStats(

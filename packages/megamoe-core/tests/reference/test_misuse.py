@@ -20,6 +20,9 @@ from megamoe.errors import ConfigError, InputError, LayoutError, SessionError, W
 from megamoe.formats import BF16
 from megamoe.reference import session as session_module
 from megamoe.reference.backend import ReferenceBackend
+from megamoe.reference.session import ReferenceSession
+from megamoe.symm import InprocGroup
+from megamoe.testing.threads import on_ranks
 
 BACKEND = ReferenceBackend()
 
@@ -222,6 +225,27 @@ def test_a_second_thread_is_told_that_the_session_is_busy(monkeypatch: pytest.Mo
     first.join()
     assert torch.equal(outputs[0], expected)
     assert torch.equal(session.forward(*arguments), expected)
+
+
+def test_with_peers_a_call_that_was_refused_to_a_second_thread_counts_as_one_that_was_not_made() -> None:
+    layer = make_layer(ep_size=2)
+    plan = BACKEND.plan(layer.problem)
+
+    def body(group: InprocGroup) -> torch.Tensor:
+        torch.set_num_threads(1)
+        with BACKEND.open(plan, group, timeout_s=20) as session:
+            assert isinstance(session, ReferenceSession)
+            arguments = (*layer.tokens(group.rank), session.prepare(layer.weights(group.rank)))
+            expected: torch.Tensor = session.forward(*arguments)
+            with session._calling, pytest.raises(SessionError, match=r"another thread.*session.reset\(\)"):
+                session.forward(*arguments)
+            with pytest.raises(SessionError, match="the last call failed .SessionError: another thread"):
+                session.forward(*arguments)
+            session.reset()
+            assert torch.equal(session.forward(*arguments), expected)
+            return expected
+
+    assert len(on_ranks(2, body)) == 2
 
 
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])

@@ -29,7 +29,6 @@ from megamoe.call_checks import (
     overlaps,
     refuse_gradients,
     require_aligned,
-    require_ids,
     require_own_memory,
     valid_rows,
 )
@@ -55,7 +54,7 @@ from megamoe_cuda.taps import read_taps
 from megamoe_cuda.workspace_layout import initial_words, kernel_workspace
 
 ALIGNMENT = 16  # bytes; the kernel reads and writes rows in pieces of 16
-MAX_CHECKED = 4096  # sets of shapes and dtypes that a session remembers as right
+MAX_CHECKED = 4096  # sets of shapes and dtypes, and of addresses, that a session remembers as right
 RECORD_WORDS = FAILURE_RECORD.size // WORD
 
 
@@ -83,6 +82,7 @@ class CudaSession(DeviceSession):
         self._tiles: dict[int, TileConfig] = {}  # by the number of tokens
         self._last_tile = self._config.tiles[0]
         self._checked: set[tuple[object, ...]] = set()  # shapes and dtypes of arguments that were found right
+        self._apart: set[tuple[object, ...]] = set()  # tokens and addresses of calls whose `out` lies over nothing else
         self._records = pinned_words(len(self._driven) * RECORD_WORDS)
         self._records_address = self._records.data_ptr()
         self._record_words = (ctypes.c_uint32 * self._records.numel()).from_address(self._records_address)
@@ -118,8 +118,8 @@ class CudaSession(DeviceSession):
     def _call(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
         padded = [row[4] for row in rows if row[4] is not None and row[5] is not None]  # outputs with padding
         calls = of_each(partial(self._prepare_call, padded=padded), rows, virtual=self.ep_rank is None)
-        for padded_out in padded:
-            padded_out.zero_()  # the kernel writes valid rows only
+        if padded:
+            _zero(padded)  # the kernel writes valid rows only
         kernel = self._kernel_for(max(call.num_rows for call in calls))
         if torch.cuda.current_device() == self._device.index:
             self._launch(kernel, [call.launch for call in calls])
@@ -166,17 +166,13 @@ class CudaSession(DeviceSession):
                 host_tokens = count
             else:
                 device_tokens = count.data_ptr()
-        if self._check_ids and not torch.cuda.is_current_stream_capturing():
-            valid = max(0, int(num_tokens)) if device_tokens else host_tokens
-            require_ids(topk_ids[:valid], self.plan.problem.num_experts)
-        if out is not None:
-            require_own_memory(
-                out, payload if scales is None else (payload, scales), topk_ids, topk_weights, num_tokens
-            )
+        if self._check_ids:
+            self._look_at_ids(topk_ids, num_tokens)
         payload, topk_ids, topk_weights = payload.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         if scales is not None:
             scales = scales.contiguous()
-        if out is None:
+        given = out is not None
+        if not given:
             make = torch.empty if num_tokens is None else torch.zeros  # the kernel writes valid rows only
             out = make(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
         else:
@@ -204,6 +200,10 @@ class CudaSession(DeviceSession):
             w13_bias=_address(tensors.get("w13_bias")),
             w2_bias=_address(tensors.get("w2_bias")),
         )
+        if given and (num_rows, launch) not in self._apart:
+            rows = payload if scales is None else (payload, scales)
+            require_own_memory(out, rows, topk_ids, topk_weights, weights, num_tokens)
+            _remember(self._apart, (num_rows, launch))
         return _Call(num_rows, out, launch, (payload, scales, topk_ids, topk_weights))
 
     def _check_tensors(
@@ -216,11 +216,11 @@ class CudaSession(DeviceSession):
                 weights.backend, weights.layout, weights.quant, weights.num_local_experts,
                 weights.hidden_size, weights.intermediate_size, weights.expert_bias,
                 *[tensor.device for tensor in weights.tensors.values()],
-                payload.shape, payload.dtype, payload.device,
-                topk_ids.shape, topk_ids.dtype, topk_ids.device,
-                topk_weights.shape, topk_weights.dtype, topk_weights.device,
-                None if scales is None else (scales.shape, scales.dtype, scales.device),
-                None if out is None else (out.shape, out.dtype, out.device, out.is_contiguous()),
+                type(payload), payload.shape, payload.dtype, payload.device,
+                type(topk_ids), topk_ids.shape, topk_ids.dtype, topk_ids.device,
+                type(topk_weights), topk_weights.shape, topk_weights.dtype, topk_weights.device,
+                None if scales is None else (type(scales), scales.shape, scales.dtype, scales.device),
+                None if out is None else (type(out), out.shape, out.dtype, out.device, out.is_contiguous()),
             )  # fmt: skip
         except AttributeError:  # something is no tensor, or weights are not prepared: the checks say which
             self._check_in_full(payload, scales, topk_ids, topk_weights, weights, out)
@@ -228,9 +228,7 @@ class CudaSession(DeviceSession):
         if facts in self._checked:
             return
         self._check_in_full(payload, scales, topk_ids, topk_weights, weights, out)
-        if len(self._checked) == MAX_CHECKED:
-            self._checked.clear()
-        self._checked.add(facts)
+        _remember(self._checked, facts)
 
     def _check_in_full(
         self, payload: Any, scales: Any, topk_ids: Any, topk_weights: Any, weights: Any, out: Any
@@ -426,9 +424,21 @@ def _payload_and_scales(hidden_states: Any) -> tuple[Any, Any]:
         return hidden_states, None
     if isinstance(hidden_states, Quantized):
         return hidden_states.payload, hidden_states.scales
-    if isinstance(hidden_states, tuple | list) and len(hidden_states) == 2:
+    if isinstance(hidden_states, tuple | list) and len(hidden_states) == 2 and hidden_states[1] is not None:
         return hidden_states[0], hidden_states[1]
     return hidden_states, None  # nothing that is taken: the checks say so
+
+
+@torch.inference_mode()  # they may come from inference mode, or ask for gradients, which there are none of
+def _zero(outputs: Sequence[Tensor]) -> None:
+    for out in outputs:
+        out.zero_()
+
+
+def _remember(known: set[tuple[object, ...]], facts: tuple[object, ...]) -> None:
+    if len(known) == MAX_CHECKED:
+        known.clear()
+    known.add(facts)
 
 
 def _address(tensor: Tensor | None) -> int:

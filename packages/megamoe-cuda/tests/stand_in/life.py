@@ -53,7 +53,9 @@ def test_opened_in_inference_mode_and_under_the_meta_device() -> None:
 
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize(
-    "value", [None, 2.5, "x", (torch.zeros(5, 256), 2.5)], ids=["none", "number", "text", "half a pair"]
+    "value",
+    [None, 2.5, "x", (torch.zeros(5, 256), 2.5), (torch.zeros(5, 256).bfloat16(), None)],
+    ids=["none", "number", "text", "half a pair", "a pair with none"],
 )
 def test_what_is_no_tensor_is_refused_by_name(place: int, value: Any) -> None:
     """They raised AttributeError and TypeError out of the host path that spares checks."""
@@ -179,6 +181,18 @@ def test_in_place_with_padding_computes_on_the_tokens() -> None:
                 assert torch.equal(torch.cat(outputs), torch.cat(expected))
 
 
+@pytest.mark.parametrize("num_tokens", [None, [3, 5]], ids=["all rows", "padding"])
+def test_out_may_come_from_inference_mode_or_ask_for_gradients(num_tokens: list[int] | None) -> None:
+    with open_session() as session:
+        weights = [session.prepare(share) for share in shard(make_weights(PROBLEM, torch.device("cpu")), 2)]
+        expected = session.forward(*make_call(0), weights, num_tokens=num_tokens)
+        with torch.inference_mode():
+            out = [aligned(5, PROBLEM.hidden_size)]
+        out.append(aligned(5, PROBLEM.hidden_size).requires_grad_())
+        outputs = session.forward(*make_call(0), weights, out=out, num_tokens=num_tokens)
+        assert all(map(torch.equal, outputs, expected))
+
+
 def aligned(rows: int, columns: int, *, offset: int = 0) -> torch.Tensor:
     """BF16, `offset` elements behind a multiple of 16 bytes."""
     memory = torch.empty(rows * columns + 16, dtype=torch.bfloat16)
@@ -197,9 +211,17 @@ def test_an_address_that_the_kernel_can_not_take_is_refused_in_shapes_seen_befor
             session.forward(hidden, ids, router, weights, out=bad)
         with pytest.raises(InputError, match="virtual rank 1: hidden_states is not aligned to 16 bytes"):
             session.forward(bad, ids, router, weights, out=good)
-        shared = good[1].view(torch.float32)[:, :2]
+        shared = good[1].view(torch.float32).flatten()[4:14].view(5, 2)
         with pytest.raises(InputError, match="virtual rank 1: out shares memory with topk_weights"):
             session.forward(hidden, ids, [router[0], shared], weights, out=good)
+        experts = weights[0].tensors["w2_weight"]
+        over = experts.flatten().view(torch.uint8)[: 2 * 5 * PROBLEM.hidden_size].view(torch.bfloat16)
+        before = experts.clone()
+        for _ in range(2):
+            with pytest.raises(InputError, match="virtual rank 0: out shares memory with w2_weight"):
+                session.forward(hidden, ids, router, weights, out=[over.view(5, -1), good[1]])
+        assert torch.equal(experts, before)
+        session.forward(hidden, ids, router, weights, out=good)
 
 
 def test_gradients_and_weights_elsewhere_are_refused_in_shapes_seen_before() -> None:

@@ -21,7 +21,6 @@ from megamoe.call_checks import (
     check_call,
     of_each,
     require_aligned,
-    require_ids,
     require_own_memory,
     valid_rows,
 )
@@ -183,13 +182,12 @@ class RocmSession(DeviceSession):
             raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
         limit = self._limit(num_tokens, num_rows)
         if self._check_ids:
-            valid = num_rows if num_tokens is None else max(0, int(limit))
-            require_ids(topk_ids[:valid], problem.num_experts)
+            self._look_at_ids(topk_ids, num_tokens)
         payload, scales = _payload_and_scales(hidden_states)
         if out is None:
             out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
         else:
-            require_own_memory(out, hidden_states, topk_ids, topk_weights, num_tokens)
+            require_own_memory(out, hidden_states, topk_ids, topk_weights, weights, num_tokens)
         require_aligned("out", out, ALIGNMENT)
         return CallTensors(
             hidden_states=payload,

@@ -13,6 +13,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.backend import HiddenStates, Session, StageTaps
 from megamoe.call_checks import (
+    another_thread_calls,
     ask_for_reset,
     by_rank,
     check_call,
@@ -106,9 +107,11 @@ class ReferenceSession(Session):
     ) -> Any:
         """COLLECTIVE. See `Session.forward`. A failed call leaves NaN in `out`."""
         if not self._calling.acquire(blocking=False):
-            raise SessionError(
-                "another thread is in a call of this session", hint="call in turn, or open a session for each thread"
-            )
+            busy = another_thread_calls()
+            if self._has_peers:
+                self._failure = busy
+                ask_for_reset(busy)
+            raise busy
         try:
             return self._forward((hidden_states, topk_ids, topk_weights, weights, out, num_tokens))
         finally:
@@ -123,7 +126,7 @@ class ReferenceSession(Session):
             rows = by_rank(arguments, len(self._executors)) if self._virtual else [arguments]
             checked = of_each(self._check_rank, rows, virtual=self._virtual)
         except Exception as error:
-            if self._group is not None and self._group.size > 1:
+            if self._has_peers:
                 self._fail(error, epoch)
                 ask_for_reset(error)
             raise
@@ -137,6 +140,10 @@ class ReferenceSession(Session):
         _fill(checked, 0, padding=True)
         outputs = [rank.out for rank in checked]
         return outputs if self._virtual else outputs[0]
+
+    @property
+    def _has_peers(self) -> bool:
+        return self._group is not None and self._group.size > 1
 
     def _check_rank(
         self,
@@ -166,7 +173,7 @@ class ReferenceSession(Session):
             raise InputError("the reference computes on CPU", got=topk_ids.device, expected="CPU tensors")
         valid = _num_valid_rows(num_tokens, num_rows)
         if out is not None:
-            require_own_memory(out, hidden_states, topk_ids, topk_weights, num_tokens)
+            require_own_memory(out, hidden_states, topk_ids, topk_weights, weights, num_tokens)
         if env.debug():
             require_ids(topk_ids[:valid], problem.num_experts)
         if out is None:
