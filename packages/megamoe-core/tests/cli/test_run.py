@@ -288,7 +288,7 @@ def _ranks_with_shared_memory(parent: int) -> list[int]:
 
 
 def test_a_run_out_of_time_names_the_option(checkpoints: Paths) -> None:
-    command = [sys.executable, "-m", "megamoe.cli", "run", "--checkpoint", checkpoints["mixtral"], "--ep", "2"]
+    command = [sys.executable, "-m", "megamoe", "run", "--checkpoint", checkpoints["mixtral"], "--ep", "2"]
     command += ["--backend", "reference", "--repeats", "10000000", "--time-limit", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
@@ -297,7 +297,7 @@ def test_a_run_out_of_time_names_the_option(checkpoints: Paths) -> None:
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(checkpoints: Paths) -> None:
-    command = [sys.executable, "-m", "megamoe.cli", "run", "--checkpoint", checkpoints["mixtral"], "--ep", "2"]
+    command = [sys.executable, "-m", "megamoe", "run", "--checkpoint", checkpoints["mixtral"], "--ep", "2"]
     command += ["--backend", "reference", "--repeats", "10000000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
