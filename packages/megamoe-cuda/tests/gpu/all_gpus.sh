@@ -36,7 +36,7 @@ fi
 if [ "$what" != matrix ]; then
     unset MEGAMOE_RANKS_PER_GPU
     PYTHONPATH="$here:$site" python3 "$here/precompile.py" bench "$gpus" || status=1
-    PYTHONPATH="$site:${PEERS_SITE:-}" timeout "${BENCH_LIMIT_S:-500}" python3 -m megamoe bench --suite seed-sm90 \
+    PYTHONPATH="$site:${PEERS_SITE:-}" timeout "${BENCH_LIMIT_S:-500}" python3 -m megamoe.cli bench --suite seed-sm90 \
         --output "$out/seed-sm90-ep$gpus.json" || status=1
 fi
 exit $status
