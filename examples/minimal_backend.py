@@ -134,9 +134,7 @@ class MinimalSession(Session):
     def _checked(self, _: int, x: Any, ids: Any, router: Any, weights: Any, out: Any, num_tokens: Any) -> int:
         """Rows that are no padding. Nothing is computed before every rank's arguments are right."""
         problem = self.plan.problem
-        rows = check_call(
-            problem, x, ids, router, out, payload_shape=(problem.hidden_size, torch.bfloat16), scale_shape=None
-        )
+        rows = check_call(problem, x, ids, router, out, device=HOST)
         require_prepared(weights, backend=self.plan.backend, layout=self.weight_layout, problem=problem, device=HOST)
         valid = rows if num_tokens is None else max(0, min(rows, int(valid_rows(num_tokens, rows, HOST))))
         if out is not None:

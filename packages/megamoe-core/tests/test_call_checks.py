@@ -24,6 +24,7 @@ from megamoe.problem import MoEProblem
 from megamoe.tensors import PreparedWeights
 
 H, K, CAPACITY = 256, 2, 8
+CPU = torch.device("cpu")
 
 
 def problem(**fields: Any) -> MoEProblem:
@@ -43,17 +44,7 @@ def call(num_tokens: int = 5, **changes: Any) -> dict[str, Any]:
 
 
 def check(arguments: dict[str, Any], *, mxfp8: bool = False) -> int:
-    if mxfp8:
-        shapes: dict[str, Any] = {
-            "payload_shape": (H, torch.float8_e4m3fn),
-            "scale_shape": (H // 32, torch.uint8),
-        }
-    else:
-        shapes = {"payload_shape": (H, torch.float8_e4m3fn), "scale_shape": (H // 128, torch.float32)}
-    layer = problem(quant="a8w4" if mxfp8 else "a8w8")
-    return check_call(
-        layer, arguments["hidden_states"], arguments["topk_ids"], arguments["topk_weights"], arguments["out"], **shapes
-    )
+    return check_call(problem(quant="a8w4" if mxfp8 else "a8w8"), **arguments, device=CPU)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, CAPACITY])
@@ -181,6 +172,14 @@ class Wrapper(torch.Tensor):
         raise AssertionError("nothing is asked of it but its facts")
 
 
+def test_arguments_are_where_the_session_computes() -> None:
+    elsewhere = {name: value if value is None else value.to("meta") for name, value in call().items()}
+    with pytest.raises(InputError, match="arguments on another device; got meta; expected cpu"):
+        check(elsewhere)
+    with pytest.raises(InputError, match=r"arguments on several devices; got \['cpu', 'meta'\]"):
+        check(call(topk_ids=elsewhere["topk_ids"]))
+
+
 @pytest.mark.parametrize("name", ["hidden_states", "topk_ids", "topk_weights", "out"])
 def test_a_tensor_without_elements_at_its_address_is_refused(name: str) -> None:
     """A kernel would read from address 0."""
@@ -244,17 +243,8 @@ def test_e8m0_scales_are_bytes_of_either_name() -> None:
 
 def test_a_mode_without_scales_takes_no_pair() -> None:
     pair = (torch.zeros(5, H, dtype=torch.bfloat16), torch.ones(5, 1))
-    arguments = call(hidden_states=pair)
     with pytest.raises(InputError, match="mode bf16 has no activation scales"):
-        check_call(
-            problem(quant="bf16"),
-            arguments["hidden_states"],
-            arguments["topk_ids"],
-            arguments["topk_weights"],
-            None,
-            payload_shape=(H, torch.bfloat16),
-            scale_shape=None,
-        )
+        check_call(problem(quant="bf16"), **call(hidden_states=pair), device=CPU)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -303,9 +293,6 @@ def test_ids_of_no_expert_are_named(dtype: torch.dtype) -> None:
     require_ids(ids[:1], 4)
     with pytest.raises(InputError, match=r"topk_ids\[1, 1\] is no expert's id; got 4, and 1 more"):
         require_ids(ids, 4)
-
-
-CPU = torch.device("cpu")
 
 
 def test_rows_that_are_no_padding_are_counted_on_the_host_or_on_the_device() -> None:

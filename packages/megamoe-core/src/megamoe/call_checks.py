@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamoe.backend import HiddenStates
 from megamoe.errors import CapacityError, InputError, MegaMoEError, SessionError
-from megamoe.formats import Quantized
+from megamoe.formats import Quantized, activation_format
 from megamoe.problem import MoEProblem
 from megamoe.stages.route import out_of_range
 from megamoe.tensors import PreparedWeights, is_on
@@ -27,8 +27,7 @@ def check_call(
     topk_weights: Tensor,
     out: Tensor | None,
     *,
-    payload_shape: tuple[int, torch.dtype],
-    scale_shape: tuple[int, torch.dtype] | None,
+    device: torch.device,
 ) -> int:
     """Check one rank's arguments of `forward` on the host, without reading a tensor's contents; returns T.
 
@@ -38,13 +37,12 @@ def check_call(
         topk_ids: ids.
         topk_weights: router weights.
         out: output, or None.
-        payload_shape: columns and dtype of a row of pre-quantised payload.
-        scale_shape: columns and dtype of its scales, or None where the mode has none.
+        device: where the session computes.
 
     Raises:
         CapacityError, InputError: see `Session.forward`.
     """
-    payload, scales = _split(hidden_states)
+    payload, scales = payload_and_scales(hidden_states)
     refuse_gradients(payload, topk_weights)
     if payload.dim() != 2:
         raise InputError("hidden_states is not a matrix", got=tuple(payload.shape), expected="[T, H]")
@@ -56,17 +54,19 @@ def check_call(
             expected=f"at most num_max_tokens_per_rank = {problem.num_max_tokens_per_rank}",
             hint="split the batch, or plan a larger capacity",
         )
+    fmt = activation_format(problem.quant, problem.act_format)
     if scales is None:
         _expect("hidden_states", payload, "[T, hidden_size]", (num_tokens, problem.hidden_size), (torch.bfloat16,))
-    elif scale_shape is None:
+    elif fmt.scale_dtype is None:
         raise InputError(
             f"mode {problem.quant} has no activation scales", got="(payload, scales)", expected="BF16 [T, H]"
         )
     else:
-        columns, dtype = payload_shape
-        _expect("hidden_states payload", payload, "[T, columns of a row]", (num_tokens, columns), (dtype,))
-        columns, dtype = scale_shape
-        _expect("hidden_states scales", scales, "[T, scales of a row]", (num_tokens, columns), _same_bytes(dtype))
+        values = (num_tokens, problem.hidden_size)
+        items = (num_tokens, problem.hidden_size // fmt.values_per_item)
+        _expect("hidden_states payload", payload, "[T, columns of a row]", items, (fmt.payload_dtype,))
+        scale_dtypes = _same_bytes(fmt.scale_dtype)
+        _expect("hidden_states scales", scales, "[T, scales of a row]", fmt.scale_shape(values), scale_dtypes)
     picks = (num_tokens, problem.top_k)
     _expect("topk_ids", topk_ids, "[T, top_k]", picks, (torch.int32, torch.int64))
     _expect("topk_weights", topk_weights, "[T, top_k]", picks, (torch.float32,))
@@ -79,6 +79,8 @@ def check_call(
     devices = {tensor.device for tensor in (payload, scales, topk_ids, topk_weights, out) if tensor is not None}
     if len(devices) > 1:
         raise InputError("arguments on several devices", got=sorted(map(str, devices)), expected="one device")
+    if not is_on(device, payload):
+        raise InputError("arguments on another device", got=payload.device, expected=device)
     return num_tokens
 
 
@@ -156,7 +158,7 @@ def require_own_memory(
     """
     others = [("topk_ids", topk_ids), ("topk_weights", topk_weights)]
     if not isinstance(hidden_states, Tensor):
-        payload, scales = _split(hidden_states)
+        payload, scales = payload_and_scales(hidden_states)
         others.append(("hidden_states payload", payload))
         if scales is not None:
             others.append(("hidden_states scales", scales))
@@ -287,7 +289,12 @@ def valid_rows(num_tokens: Any, num_rows: int, device: torch.device) -> int | Te
     return num_tokens
 
 
-def _split(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
+def payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
+    """The parts of an argument; BF16 rows have no scales.
+
+    Raises:
+        InputError: it is neither a tensor nor a pair of them.
+    """
     if isinstance(hidden_states, Tensor):
         return hidden_states, None
     if isinstance(hidden_states, Quantized):

@@ -27,6 +27,7 @@ from megamoe.call_checks import (
     check_call,
     of_each,
     overlaps,
+    payload_and_scales,
     refuse_gradients,
     require_aligned,
     require_own_memory,
@@ -35,13 +36,11 @@ from megamoe.call_checks import (
 from megamoe.device_session import DeviceSession
 from megamoe.errors import (
     CaptureError,
-    InputError,
     MegaMoETimeoutError,
     ProtocolError,
     RankFailedError,
     SessionError,
 )
-from megamoe.formats import Quantized, activation_format
 from megamoe.schedule.workspace import WORD
 from megamoe.symm import Group, PeerMemory
 from megamoe.tensors import ExpertWeights, PreparedWeights, require_prepared
@@ -155,7 +154,7 @@ class CudaSession(DeviceSession):
         padded: Sequence[Any],
     ) -> _Call:
         """Check one rank's arguments and turn them into addresses. `padded`: all ranks' outputs that are wiped next."""
-        payload, scales = _payload_and_scales(hidden_states)
+        payload, scales = payload_and_scales(hidden_states)
         refuse_gradients(payload, topk_weights)
         self._check_tensors(payload, scales, topk_ids, topk_weights, weights, out)
         num_rows: int = payload.shape[0]
@@ -241,18 +240,8 @@ class CudaSession(DeviceSession):
             problem=problem,
             device=self._device,
         )
-        fmt = activation_format(problem.quant, problem.act_format)
-        check_call(
-            problem,
-            payload if scales is None else (payload, scales),
-            topk_ids,
-            topk_weights,
-            out,
-            payload_shape=(problem.hidden_size, fmt.payload_dtype),
-            scale_shape=None if fmt.scale_dtype is None else (-(-problem.hidden_size // fmt.block), fmt.scale_dtype),
-        )
-        if topk_ids.device != self._device:
-            raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
+        hidden_states = payload if scales is None else (payload, scales)
+        check_call(problem, hidden_states, topk_ids, topk_weights, out, device=self._device)
 
     # -- kernels ------------------------------------------------------------------------------------------------
 
@@ -417,16 +406,6 @@ def as_error(failure: Failure, timeout_s: float, if_a_rank_died: str | None = No
         expected=f"at most {failure.expected}",
         hint="something wrote into the symmetric memory of this session; every rank opens a new one",
     )
-
-
-def _payload_and_scales(hidden_states: Any) -> tuple[Any, Any]:
-    if isinstance(hidden_states, Tensor):
-        return hidden_states, None
-    if isinstance(hidden_states, Quantized):
-        return hidden_states.payload, hidden_states.scales
-    if isinstance(hidden_states, tuple | list) and len(hidden_states) == 2 and hidden_states[1] is not None:
-        return hidden_states[0], hidden_states[1]
-    return hidden_states, None  # nothing that is taken: the checks say so
 
 
 @torch.inference_mode()  # they may come from inference mode, or ask for gradients, which there are none of

@@ -20,13 +20,14 @@ from megamoe.backend import HiddenStates, Plan, StageTaps
 from megamoe.call_checks import (
     check_call,
     of_each,
+    payload_and_scales,
     require_aligned,
     require_own_memory,
     valid_rows,
 )
 from megamoe.device_session import DeviceSession
-from megamoe.errors import InputError, MegaMoETimeoutError, ProtocolError, RankFailedError
-from megamoe.formats import Quantized, activation_format
+from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError
+from megamoe.formats import activation_format
 from megamoe.schedule.waves import Ring
 from megamoe.symm import Group, PeerMemory
 from megamoe.symm.agreement import agree
@@ -160,17 +161,7 @@ class RocmSession(DeviceSession):
     ) -> CallTensors:
         """Check one rank's arguments and put them together."""
         problem = self.plan.problem
-        fmt = activation_format(problem.quant, problem.act_format)
-        hidden = problem.hidden_size
-        num_rows = check_call(
-            problem,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            out,
-            payload_shape=(hidden // fmt.values_per_item, fmt.payload_dtype),
-            scale_shape=(hidden // fmt.block, torch.uint8),
-        )
+        num_rows = check_call(problem, hidden_states, topk_ids, topk_weights, out, device=self._device)
         require_prepared(
             weights,
             backend=kernel_weights.BACKEND,
@@ -178,20 +169,18 @@ class RocmSession(DeviceSession):
             problem=problem,
             device=self._device,
         )
-        if topk_ids.device != self._device:
-            raise InputError("arguments on another device", got=topk_ids.device, expected=self._device)
         limit = self._limit(num_tokens, num_rows)
         if self._check_ids:
             self._look_at_ids(topk_ids, num_tokens)
-        payload, scales = _payload_and_scales(hidden_states)
+        payload, scales = payload_and_scales(hidden_states)
         if out is None:
-            out = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=self._device)
+            out = torch.empty(num_rows, problem.hidden_size, dtype=torch.bfloat16, device=self._device)
         else:
             require_own_memory(out, hidden_states, topk_ids, topk_weights, weights, num_tokens)
         require_aligned("out", out, ALIGNMENT)
         return CallTensors(
-            hidden_states=payload,
-            hidden_scales=scales,
+            hidden_states=_rows(payload if scales is None else payload.view(torch.uint8)),
+            hidden_scales=None if scales is None else _rows(scales.view(torch.uint8)),
             topk_ids=_aligned(topk_ids.contiguous()),
             topk_weights=_aligned(topk_weights.contiguous()),
             weights=weights.tensors,
@@ -308,17 +297,6 @@ class RocmSession(DeviceSession):
             read_taps(self.plan.problem, self._ranks[rank], self._last_ring, gate_up)
             for rank, gate_up in zip(self._driven, self._gate_up, strict=True)
         ]
-
-
-def _payload_and_scales(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
-    """Rows as the kernels read them: BF16, or bytes and scale bytes; columns side by side."""
-    if isinstance(hidden_states, Tensor):
-        return _rows(hidden_states), None
-    payload, scales = (
-        (hidden_states.payload, hidden_states.scales) if isinstance(hidden_states, Quantized) else hidden_states
-    )
-    assert scales is not None
-    return _rows(payload.view(torch.uint8)), _rows(scales.view(torch.uint8))
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -156,21 +156,11 @@ class ReferenceSession(Session):
         num_tokens: int | Tensor | None,
     ) -> RankArguments:
         """Hold one rank's arguments against the plan, before anything is sent."""
-        problem, fmt = self._plan.problem, self._fmt
+        problem = self._plan.problem
         require_prepared(
             weights, backend=self.plan.backend, layout=self.weight_layout, problem=problem, device=CPU_DEVICE
         )
-        num_rows = check_call(
-            problem,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            out,
-            payload_shape=(problem.hidden_size // fmt.values_per_item, fmt.payload_dtype),
-            scale_shape=None if fmt.scale_dtype is None else (-(-problem.hidden_size // fmt.block), fmt.scale_dtype),
-        )
-        if topk_ids.device.type != "cpu":
-            raise InputError("the reference computes on CPU", got=topk_ids.device, expected="CPU tensors")
+        num_rows = check_call(problem, hidden_states, topk_ids, topk_weights, out, device=CPU_DEVICE)
         valid = _num_valid_rows(num_tokens, num_rows)
         if out is not None:
             require_own_memory(out, hidden_states, topk_ids, topk_weights, weights, num_tokens)
