@@ -37,40 +37,43 @@ TRACE_POINTS = ("started", "routed", "planned", "pulled", "multiplied", "finishe
 class RankCall(NamedTuple):
     """One rank's tensors for one call: device addresses, 0 where a tensor is absent. The caller keeps them alive.
 
+    In the order of RankArguments, behind its maps.
+
     Attributes:
         hidden_states: `[T, H]` BF16, or e4m3 with `hidden_scales`.
         hidden_scales: `[T, H / 128]` FP32, or 0: the kernel quantises where its mode does.
         topk_ids: `[T, K]`, int32 or int64.
-        topk_ids_are_int64: which of the two.
         topk_weights: `[T, K]` FP32.
-        w13, w13_scale, w2, w2_scale: as `weights.py` lays them out; 0 for scales that the mode does not have.
+        w13_scale, w2_scale, w13_bias, w2_bias, w13, w2: as `weights.py` lays them out; 0 for scales that the mode does
+            not have, and for biases of experts without (kernels compiled without `expert_bias`).
         out: `[T, H]` BF16.
-        num_tokens: tokens, at most T; with `device_num_tokens`, the most that it may say.
         device_num_tokens: int32 scalar, read by the kernel, a negative one as 0; rows of `out` past it are not written.
+            Or 0.
         expert_counts: `[E_local]` uint32, receives the rows per local expert; or 0.
         gemm1_tap: `[rows, 2I]` FP32, receives GEMM1's accumulators, experts in order and no padding between them
             (kernels compiled with `tap_gemm1`); or 0.
-        w13_bias, w2_bias: likewise; 0 for experts without (kernels compiled without `expert_bias`).
         trace: `[ctas_per_rank, len(TRACE_POINTS)]` uint64, receives times in ns (kernels compiled with `trace`); or 0.
+        num_tokens: tokens, at most T; with `device_num_tokens`, the most that it may say.
+        topk_ids_are_int64: or int32.
     """
 
     hidden_states: int
+    hidden_scales: int
     topk_ids: int
-    topk_ids_are_int64: bool
     topk_weights: int
-    w13: int
     w13_scale: int
-    w2: int
     w2_scale: int
     out: int
+    device_num_tokens: int
+    expert_counts: int
+    gemm1_tap: int
+    trace: int
     num_tokens: int
-    hidden_scales: int = 0
-    device_num_tokens: int = 0
-    expert_counts: int = 0
-    gemm1_tap: int = 0
-    trace: int = 0
-    w13_bias: int = 0
-    w2_bias: int = 0
+    topk_ids_are_int64: bool
+    w13_bias: int
+    w2_bias: int
+    w13: int
+    w2: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +110,23 @@ def read_failure(record: bytes) -> Failure | None:
 class LoadedKernel:
     """A kernel in the current CUDA context, ready to launch."""
 
-    def __init__(self, compiled: CompiledKernel) -> None:
+    def __init__(
+        self,
+        compiled: CompiledKernel,
+        *,
+        workspaces: Sequence[int],
+        first_rank: int,
+        failure_records: int,
+        timeout_s: float,
+    ) -> None:
         """Load the machine code.
+
+        Args:
+            compiled: what to load.
+            workspaces: every rank's workspace, as this GPU addresses it.
+            first_rank: this process's rank; 0 with virtual ranks.
+            failure_records: device address of host-mapped memory, FAILURE_RECORD.size bytes per virtual rank.
+            timeout_s: how long a wait of the kernel lasts before it gives up.
 
         Raises:
             CudaDriverError: the driver refused it (no SM90, no context).
@@ -134,7 +152,7 @@ class LoadedKernel:
         self._launch_kernel = driver.cuLaunchKernelEx
         self._as_stream = driver.CUstream
         self._stream: int | None = None
-        self._arguments = _ArgumentBlock(self.config, self.layout)
+        self._arguments = _ArgumentBlock(self.config, self.layout, workspaces, first_rank, failure_records, timeout_s)
 
     def unload(self) -> None:
         """Give the machine code back, once no launch and no captured graph uses it any more."""
@@ -142,92 +160,56 @@ class LoadedKernel:
 
         check(driver.cuModuleUnload(self._module))
 
-    def launch(
-        self,
-        *,
-        workspaces: Sequence[int],
-        first_rank: int,
-        calls: Sequence[RankCall],
-        failure_records: int,
-        timeout_s: float,
-        stream: int,
-    ) -> None:
+    def launch(self, *, calls: Sequence[RankCall], stream: int) -> None:
         """Launch one call; stream-ordered, graph-safe, no host sync. One thread at a time.
 
         Args:
-            workspaces: every rank's workspace, as this GPU addresses it.
-            first_rank: this process's rank; 0 with virtual ranks.
             calls: one per virtual rank.
-            failure_records: device address of host-mapped memory, FAILURE_RECORD.size bytes per virtual rank.
-            timeout_s: how long a wait of the kernel lasts before it gives up.
             stream: a CUstream handle.
 
         Raises:
             CudaDriverError: the launch was refused.
         """
-        self._arguments.write(workspaces, first_rank, calls, failure_records, timeout_s)
+        self._arguments.write(calls)
         if stream != self._stream:
             self._stream, self._launch.hStream = stream, self._as_stream(stream)
         check(self._launch_kernel(self._launch, self._function, self._arguments.parameters, 0))
 
 
 class _ArgumentBlock:
-    """KernelArguments in host memory. What is as in the last launch stays as it is: packing all of it takes the host
-    longer than the launch."""
+    """KernelArguments in host memory. What is the same in every launch, or as in the last one, stays as it is: packing
+    all of it takes the host longer than the launch."""
 
-    def __init__(self, config: KernelConfig, layout: WorkspaceLayout) -> None:
+    def __init__(
+        self,
+        config: KernelConfig,
+        layout: WorkspaceLayout,
+        workspaces: Sequence[int],
+        first_rank: int,
+        failure_records: int,
+        timeout_s: float,
+    ) -> None:
+        assert len(workspaces) == config.num_ranks
         self._config = config
         self._layout = layout
-        self._header = struct.Struct(f"<{config.num_ranks}QQQI")
-        self._ranks_offset = round_up(self._header.size, STRUCT_ALIGNMENT)
+        self._workspaces = workspaces[first_rank : first_rank + config.num_virtual_ranks]
+        header = struct.Struct(f"<{config.num_ranks}QQQI")
+        self._ranks_offset = round_up(header.size, STRUCT_ALIGNMENT)
         num_bytes = self._ranks_offset + config.num_virtual_ranks * RANK_BYTES
         self._buffer = ctypes.create_string_buffer(num_bytes)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self.parameters = ctypes.addressof(self._pointers)
-        self._last_header: tuple[object, ...] | None = None
         self._last_weights: list[tuple[int, int] | None] = [None] * config.num_virtual_ranks
+        header.pack_into(self._buffer, 0, *workspaces, failure_records, int(timeout_s * 1e9), first_rank)
 
-    def write(
-        self,
-        workspaces: Sequence[int],
-        first_rank: int,
-        calls: Sequence[RankCall],
-        failure_records: int,
-        timeout_s: float,
-    ) -> None:
-        assert len(workspaces) == self._config.num_ranks
+    def write(self, calls: Sequence[RankCall]) -> None:
         assert len(calls) == self._config.num_virtual_ranks
-        header = (*workspaces, failure_records, int(timeout_s * 1e9), first_rank)
-        if header != self._last_header:
-            self._header.pack_into(self._buffer, 0, *header)
-            self._last_header, self._last_weights = header, [None] * len(calls)
-        packed = self._config.quant is QuantMode.A8W4
         for index, call in enumerate(calls):
             offset = self._ranks_offset + index * RANK_BYTES
             if self._last_weights[index] != (call.w13, call.w2):
-                self._write_maps(offset, workspaces[first_rank + index], call)
+                self._write_maps(offset, self._workspaces[index], call)
                 self._last_weights[index] = (call.w13, call.w2)
-            POINTERS.pack_into(
-                self._buffer,
-                offset + MAPS_BYTES,
-                call.hidden_states,
-                call.hidden_scales,
-                call.topk_ids,
-                call.topk_weights,
-                call.w13_scale,
-                call.w2_scale,
-                call.out,
-                call.device_num_tokens,
-                call.expert_counts,
-                call.gemm1_tap,
-                call.trace,
-                call.num_tokens,
-                call.topk_ids_are_int64,
-                call.w13_bias,
-                call.w2_bias,
-                call.w13 if packed else 0,
-                call.w2 if packed else 0,
-            )
+            POINTERS.pack_into(self._buffer, offset + MAPS_BYTES, *call)
 
     def _write_maps(self, offset: int, workspace: int, call: RankCall) -> None:
         config = self._config

@@ -81,7 +81,7 @@ class CudaSession(DeviceSession):
         self._tiles: dict[int, TileConfig] = {}  # by the number of tokens
         self._last_tile = self._config.tiles[0]
         self._checked: set[tuple[object, ...]] = set()  # shapes and dtypes of arguments that were found right
-        self._apart: set[tuple[object, ...]] = set()  # tokens and addresses of calls whose `out` lies over nothing else
+        self._checked_addresses: set[tuple[object, ...]] = set()  # and tokens, of calls with `out`
         self._records = pinned_words(len(self._driven) * RECORD_WORDS)
         self._records_address = self._records.data_ptr()
         self._record_words = (ctypes.c_uint32 * self._records.numel()).from_address(self._records_address)
@@ -119,25 +119,19 @@ class CudaSession(DeviceSession):
         calls = of_each(partial(self._prepare_call, padded=padded), rows, virtual=self.ep_rank is None)
         if padded:
             _zero(padded)  # the kernel writes valid rows only
-        kernel = self._kernel_for(max(call.num_rows for call in calls))
+        num_rows, outputs, launches, _ = zip(*calls, strict=True)
+        kernel = self._kernel_for(max(num_rows))
         if torch.cuda.current_device() == self._device.index:
-            self._launch(kernel, [call.launch for call in calls])
+            self._launch(kernel, launches)
         else:
             with torch.cuda.device(self._device):
-                self._launch(kernel, [call.launch for call in calls])
-        return [call.out for call in calls]
+                self._launch(kernel, launches)
+        return list(outputs)
 
-    def _launch(self, kernel: LoadedKernel, calls: list[RankCall]) -> None:
+    def _launch(self, kernel: LoadedKernel, calls: Sequence[RankCall]) -> None:
         torch.cuda.nvtx.range_push("megamoe.forward")  # type: ignore[no-untyped-call]
         try:
-            kernel.launch(
-                workspaces=self._addresses,
-                first_rank=self._driven.start,
-                calls=calls,
-                failure_records=self._records_address,
-                timeout_s=self._timeout_s,
-                stream=current_stream(self._device.index),
-            )
+            kernel.launch(calls=calls, stream=current_stream(self._device.index))
         finally:
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
@@ -174,35 +168,36 @@ class CudaSession(DeviceSession):
         if not given:
             make = torch.empty if num_tokens is None else torch.zeros  # the kernel writes valid rows only
             out = make(num_rows, self.plan.problem.hidden_size, dtype=torch.bfloat16, device=self._device)
-        else:
-            require_aligned("out", out, ALIGNMENT)
         if padded and any(isinstance(each, Tensor) and overlaps(each, payload) for each in padded):
             payload = payload.clone()
-        require_aligned("hidden_states", payload, ALIGNMENT)
         tensors = weights.tensors
-        launch = RankCall(
-            hidden_states=payload.data_ptr(),
-            hidden_scales=0 if scales is None else scales.data_ptr(),
-            topk_ids=topk_ids.data_ptr(),
-            topk_ids_are_int64=topk_ids.dtype is torch.int64,
-            topk_weights=topk_weights.data_ptr(),
-            w13=tensors["w13_weight"].data_ptr(),
-            w13_scale=_address(tensors.get("w13_weight_scale")),
-            w2=tensors["w2_weight"].data_ptr(),
-            w2_scale=_address(tensors.get("w2_weight_scale")),
-            out=out.data_ptr(),
-            num_tokens=host_tokens,
-            device_num_tokens=device_tokens,
-            expert_counts=self._received_addresses[index],
-            gemm1_tap=0 if self._gate_up is None else self._gate_up[index].data_ptr(),
-            trace=0 if self._stamps is None else self._stamps[index].data_ptr(),
-            w13_bias=_address(tensors.get("w13_bias")),
-            w2_bias=_address(tensors.get("w2_bias")),
+        launch = RankCall(  # by place: names would cost the host half a microsecond
+            payload.data_ptr(),
+            _address(scales),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            _address(tensors.get("w13_weight_scale")),
+            _address(tensors.get("w2_weight_scale")),
+            out.data_ptr(),
+            device_tokens,
+            self._received_addresses[index],
+            0 if self._gate_up is None else self._gate_up[index].data_ptr(),
+            0 if self._stamps is None else self._stamps[index].data_ptr(),
+            host_tokens,
+            topk_ids.dtype is torch.int64,
+            _address(tensors.get("w13_bias")),
+            _address(tensors.get("w2_bias")),
+            tensors["w13_weight"].data_ptr(),
+            tensors["w2_weight"].data_ptr(),
         )
-        if given and (num_rows, launch) not in self._apart:
+        if not given:
+            require_aligned("hidden_states", payload, ALIGNMENT)
+        elif (num_rows, launch) not in self._checked_addresses:
+            require_aligned("out", out, ALIGNMENT)
+            require_aligned("hidden_states", payload, ALIGNMENT)
             rows = payload if scales is None else (payload, scales)
             require_own_memory(out, rows, topk_ids, topk_weights, weights, num_tokens)
-            _remember(self._apart, (num_rows, launch))
+            _remember(self._checked_addresses, (num_rows, launch))
         return _Call(num_rows, out, launch, (payload, scales, topk_ids, topk_weights))
 
     def _check_tensors(
@@ -262,7 +257,13 @@ class CudaSession(DeviceSession):
 
     def _load(self, tile: TileConfig) -> LoadedKernel:
         with torch.cuda.device(self._device):
-            return LoadedKernel(load_or_compile(self._kernel_config(tile)))
+            return LoadedKernel(
+                load_or_compile(self._kernel_config(tile)),
+                workspaces=self._addresses,
+                first_rank=self._driven.start,
+                failure_records=self._records_address,
+                timeout_s=self._timeout_s,
+            )
 
     def _kernel_config(self, tile: TileConfig) -> KernelConfig:
         num_virtual = len(self._driven)

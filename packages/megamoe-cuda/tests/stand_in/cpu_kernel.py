@@ -62,14 +62,15 @@ def _patch() -> pytest.MonkeyPatch:
 class CpuKernel:
     """In place of `LoadedKernel`."""
 
-    def __init__(self, config: KernelConfig) -> None:
+    def __init__(self, config: KernelConfig, *, workspaces: Sequence[int], **_: Any) -> None:
         self.config = config
+        self.workspaces = workspaces
 
     def unload(self) -> None:
         """Nothing is loaded."""
 
-    def launch(self, *, workspaces: Sequence[int], calls: Sequence[RankCall], **_: Any) -> None:
-        config = self.config
+    def launch(self, *, calls: Sequence[RankCall], **_: Any) -> None:
+        config, workspaces = self.config, self.workspaces
         problem = _problem(config)
         arguments = [_arguments(config, call) for call in calls]
         result = staged(problem, *map(list, zip(*arguments, strict=True)))
