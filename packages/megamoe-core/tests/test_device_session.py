@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from megamoe.errors import (
 from megamoe.problem import MoEProblem
 from megamoe.reference.backend import ReferenceBackend
 from megamoe.symm import Group, InprocGroup, PeerMemory
-from megamoe.tensors import ExpertWeights, PreparedWeights
+from megamoe.tensors import ExpertWeights, Fp8BlockWeights, PreparedWeights
+from megamoe.testing.data import make_weights, shard
 from megamoe.testing.threads import on_ranks
 
 PROBLEM = MoEProblem(
@@ -72,7 +74,8 @@ class Diary(DeviceSession):
         return [torch.empty(0) for _ in rows]
 
     def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
-        raise NotImplementedError
+        assert isinstance(weights, Fp8BlockWeights)
+        return PreparedWeights.of(PROBLEM, backend="", layout="", tensors={"w2_scale": weights.w2_weight_scale + 0})
 
     def _take_memory(self) -> None:
         self._memory = self._allocate(self._layout.num_bytes)
@@ -302,6 +305,19 @@ def test_one_rank_of_a_group_reports_for_itself() -> None:
     assert on_ranks(2, body) == [([0, 0], SessionStats()), ([1, 1], SessionStats())]
     with opened() as session:
         assert [counts.tolist() for counts in session.receive_counts()] == [[0, 0], [1, 1]]
+
+
+def test_weights_that_were_prepared_in_any_mode_can_be_written_to_in_any_other() -> None:
+    share: Any = shard(make_weights(PROBLEM, torch.device("cpu")), PROBLEM.ep_size)[0]
+    parameters = replace(share, w2_weight_scale=torch.nn.Parameter(share.w2_weight_scale))
+    with opened() as session:
+        with torch.inference_mode():
+            prepared = [session.prepare(share)]
+        prepared.append(session.prepare(parameters))
+        for weights in prepared:
+            scale = weights.tensors["w2_scale"]
+            scale[0] = 5  # as an expert load balancer does, which knows of no mode
+            assert not scale.requires_grad
 
 
 def test_taps_have_to_be_kept() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from megamoe.errors import ConfigError, SessionError, UnsupportedProblemError
@@ -369,7 +370,8 @@ class Session(ABC):
         """`prepare_weights` for weights that already are one of the types of `megamoe.tensors`."""
         self.require_open()
         check_weights(weights, self.plan.problem)
-        return self._prepare(weights)
+        with torch.inference_mode(False), torch.no_grad():  # so that experts can be moved in place in any mode
+            return self._prepare(weights)
 
     @abstractmethod
     def _prepare(self, weights: ExpertWeights) -> PreparedWeights:

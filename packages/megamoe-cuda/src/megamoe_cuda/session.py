@@ -109,8 +109,7 @@ class CudaSession(DeviceSession):
     # -- weights ------------------------------------------------------------------------------------------------
 
     def _prepare(self, weights: ExpertWeights) -> PreparedWeights:
-        with torch.inference_mode(False), torch.no_grad():  # so that experts can be moved in place in any mode
-            return kernel_weights.prepare(weights, self.plan.problem, self._device)
+        return kernel_weights.prepare(weights, self.plan.problem, self._device)
 
     # -- calls --------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from megamoe_rocm.symm_mori import MoriGroup
 SM90 = (9, 0)
 
 
+@torch.inference_mode(False)  # reset() writes to what is allocated here, in any mode
 def open_session(plan: Plan, group: Any, ranks: Ranks | None, *, rung: Rung, timeout_s: float) -> RocmSession:
     """COLLECTIVE. Open `plan` on every rank of `group`.
 
@@ -56,10 +57,8 @@ def open_session(plan: Plan, group: Any, ranks: Ranks | None, *, rung: Rung, tim
             allocate=lambda num_bytes: _allocate(provider, plan.problem.ep_size, num_bytes, launcher.device, timeout_s),
         )
 
-    # Not as inference tensors, wherever it is opened: reset() writes to them in any mode.
-    with torch.inference_mode(False):
-        session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
-        session.start()
+    session = agree(ranks, "prepare the session", make, timeout_s=timeout_s)
+    session.start()
     return session
 
 
