@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from megamoe.formats import e8m0
 from megamoe.layouts import ALTERNATING, BLOCKS_16, PACKED, PRESHUFFLE_16X16, SCALE_SHUFFLE, Composed, Layout
 from megamoe.problem import MoEProblem
@@ -23,12 +25,12 @@ _KERNEL: Mapping[str, Layout] = {
     "w13_bias": BLOCKS_16,
     "w2_weight": PRESHUFFLE_16X16,
     "w2_weight_scale": SCALE_SHUFFLE,
-    "w2_bias": PACKED,
 }
 
 
 def prepare(weights: Mxfp4Weights, problem: MoEProblem) -> PreparedWeights:
-    """Lay out the experts of one rank, on the device that they are on.
+    """Lay out the experts of one rank, on the device that they are on. All of it is copied: experts may be moved in
+    place, and that must not reach the checkpoint's tensors.
 
     Raises:
         LayoutError: a size that the layouts can't hold: H and I must be multiples of 256.
@@ -39,5 +41,8 @@ def prepare(weights: Mxfp4Weights, problem: MoEProblem) -> PreparedWeights:
             tensor = e8m0.as_bytes(tensor)
         if name.startswith("w13"):
             tensor = _CHECKPOINT[GateUpLayout(weights.layout)].invert(tensor)
-        tensors[name] = _KERNEL[name].apply(tensor).contiguous()
+        if name in _KERNEL:  # no tensor stays in the order that it is in
+            tensors[name] = _KERNEL[name].apply(tensor).contiguous()
+        else:
+            tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
     return PreparedWeights.of(problem, backend=BACKEND, layout=LAYOUT, tensors=tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,6 +33,18 @@ def checkpoint(layout: str, **changes: int) -> Mxfp4Weights:
         w2_weight_scale=random_bytes(EXPERTS, hidden, INTER // 32).view(torch.float8_e8m0fnu),
         w13_bias=torch.randn(EXPERTS, 2 * INTER, generator=generator),
     )
+
+
+def test_prepared_weights_are_memory_of_their_own() -> None:
+    weights = replace(checkpoint("packed"), w2_bias=torch.randn(EXPERTS, HIDDEN))
+    assert weights.w2_bias is not None
+    prepared = prepare(weights, PROBLEM).tensors
+    assert torch.equal(prepared["w2_bias"], weights.w2_bias)
+    before = {name: tensor.clone() for name, tensor in prepared.items()}
+    for _, theirs in weights.tensors():
+        theirs.view(torch.uint8).fill_(7)
+    for name, tensor in prepared.items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def kernel_row(channel: int, is_up: int) -> int:
