@@ -4,7 +4,7 @@
 |---|---|---|
 | `MEGAMOE_BACKEND` | backend that `select_backend("auto")` takes | none: chosen by what is there |
 | `MEGAMOE_TIMEOUT_S` | seconds that a wait for a peer may take | 300 |
-| `MEGAMOE_DEBUG` | `1`: sessions opened from then on check ids on the host, an id outside [-1, num_experts) raises | `0` |
+| `MEGAMOE_DEBUG` | `1`: sessions opened then check ids on the host, an id outside [-1, num_experts) raises | `0` |
 | `MEGAMOE_CACHE_DIR` | where compiled kernels are kept | `~/.cache/megamoe` |
 | `MEGAMOE_RANKS_PER_GPU` | for rehearsals: ranks that may share a GPU, each a process | 1: sharing one is an error |
 | `MEGAMOE_ROCM_DEVICE` | where megamoe-rocm runs: `gfx950`, or to rehearse `nvidia`, `interpreter`, `isa` | `gfx950` |
