@@ -119,6 +119,19 @@ def test_layout_is_a_key() -> None:
     assert seed_layout(64) != seed_layout(65)
 
 
+def test_a_backends_own_array_comes_last_and_moves_nothing() -> None:
+    layout = seed_layout(60)
+    more = layout.with_local("bytes", (3, 5), 7).with_local("words", (2,), 4)
+    assert more.arrays[:-2] == layout.arrays
+    assert more.symmetric_bytes == layout.symmetric_bytes
+    for name, after, num_bytes in (("bytes", layout.num_bytes, 105), ("words", more.offset("bytes") + 105, 8)):
+        array = more[name]
+        assert (array.section, array.num_bytes) == (Section.LOCAL, num_bytes)
+        assert array.offset % ARRAY_ALIGNMENT == 0
+        assert 0 <= array.offset - after < ARRAY_ALIGNMENT
+    assert more.num_bytes >= more.offset("words") + 8
+
+
 def test_rings_of_several_tile_heights_share_the_memory() -> None:
     tall, flat = (
         default_ring(ep_size=2, num_max_tokens_per_rank=256, top_k=2, num_local_experts=4, block_m=m) for m in (128, 16)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megamoe.problem import QuantMode
-from megamoe.schedule.tiles import round_up
 from megamoe.schedule.workspace import (
     ACTIVATION_ROWS,
-    ARRAY_ALIGNMENT,
     WORD,
-    Array,
-    Section,
     WorkspaceLayout,
     plan_workspace,
 )
@@ -29,7 +23,7 @@ def kernel_workspace(config: KernelConfig) -> WorkspaceLayout:
     per expert, the join of the CTAs that route, how many units CTAs have claimed, and how much of each matrix
     is converted; `converted_weights`, in a session whose kernels convert ahead: stages of FP8 operands.
     """
-    common = plan_workspace(
+    layout = plan_workspace(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_local_experts=config.num_local_experts,
@@ -40,7 +34,6 @@ def kernel_workspace(config: KernelConfig) -> WorkspaceLayout:
         transport=config.transport,
         rings=config.session_rings,
     )
-    layout = common
     stages = 0
     if config.converted_experts:
         stages = config.gemm1_n_tiles * config.gemm1_k_blocks + config.gemm2_n_tiles * config.gemm2_k_blocks
@@ -49,15 +42,7 @@ def kernel_workspace(config: KernelConfig) -> WorkspaceLayout:
     if stages:
         own.append(("converted_weights", (config.converted_experts, stages), BLOCK_N * BLOCK_K))
     for name, dims, row_bytes in own:
-        array = Array(
-            name=name,
-            section=Section.LOCAL,
-            region=None,
-            dims=dims,
-            row_bytes=row_bytes,
-            offset=round_up(layout.num_bytes, ARRAY_ALIGNMENT),
-        )
-        layout = replace(layout, arrays=(*layout.arrays, array))
+        layout = layout.with_local(name, dims, row_bytes)
     return layout
 
 

@@ -135,6 +135,12 @@ class WorkspaceLayout:
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
+    def with_local(self, name: str, dims: tuple[int, ...], row_bytes: int) -> WorkspaceLayout:
+        """This layout with one more array, of a backend's own, at the end of the local section."""
+        offset = round_up(self.num_bytes, ARRAY_ALIGNMENT)
+        array = Array(name=name, section=Section.LOCAL, region=None, dims=dims, row_bytes=row_bytes, offset=offset)
+        return WorkspaceLayout(arrays=(*self.arrays, array))
+
     def offset(self, name: str) -> int:
         """Byte offset of array `name` from the start of the workspace."""
         return self[name].offset

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import IntEnum
 
 import torch
@@ -11,17 +10,9 @@ from torch import Tensor
 
 from megamoe.problem import MoEProblem
 from megamoe.schedule.protocol import Join
-from megamoe.schedule.tiles import ceil_div, max_pool_blocks, round_up
+from megamoe.schedule.tiles import ceil_div, max_pool_blocks
 from megamoe.schedule.waves import Ring
-from megamoe.schedule.workspace import (
-    ACTIVATION_ROWS,
-    ARRAY_ALIGNMENT,
-    WORD,
-    Array,
-    Section,
-    WorkspaceLayout,
-    plan_workspace,
-)
+from megamoe.schedule.workspace import ACTIVATION_ROWS, WORD, Section, WorkspaceLayout, plan_workspace
 
 BLOCK_TABLE_BYTES = 16  # int32 local expert, first row within it, rows, unused
 ADDRESS_BYTES = 8
@@ -101,9 +92,7 @@ def kernel_workspace(problem: MoEProblem, rings: Sequence[Ring]) -> WorkspaceLay
         "launch_counters": ((2, launch_words(rings)), WORD),
     }
     for name, (dims, row_bytes) in own.items():
-        offset = round_up(layout.num_bytes, ARRAY_ALIGNMENT)
-        array = Array(name=name, section=Section.LOCAL, region=None, dims=dims, row_bytes=row_bytes, offset=offset)
-        layout = replace(layout, arrays=(*layout.arrays, array))
+        layout = layout.with_local(name, dims, row_bytes)
     return layout
 
 
