@@ -107,7 +107,10 @@ def load(name: str) -> Candidate:
 
 def load_class(path: str) -> Candidate:
     """`load` for a backend that no package registers, as one that is being written: `module:Class`, importable here."""
-    return _made(EntryPoint(name=path, value=path, group=ENTRY_POINT_GROUP), "no package")
+    entry = EntryPoint(name=path, value=path, group=ENTRY_POINT_GROUP)
+    if not entry.pattern.match(path):
+        return _candidate(path, "no package", None, Verdict.no(Reason.NOT_INSTALLED, "it is no module:Class"))
+    return _made(entry, "no package")
 
 
 def _made(entry: EntryPoint, package: str) -> Candidate:

@@ -140,12 +140,13 @@ def test_a_case_that_fails_names_the_first_stage_that_is_wrong(
     [
         (["--backend=tpu"], "*backend tpu can't be tested here: not_installed: installed are *"),
         (["--backend=no:Class"], "*backend no:Class can't be tested here: import_failed: ModuleNotFoundError: *"),
+        (["--backend=megamoe.env:"], "*can't be tested here: not_installed: it is no module:Class*"),
         (["--backend=megamoe.env:debug"], "*can't be tested here: broken: its entry point makes bool, not a megamoe*"),
         (["--ranks=threads", "--device=cuda"], "*--ranks=threads is for CPU backends*"),
         (["--device=cuda"], "*torch sees no GPU here: a backend that computes on CPUs needs --device=cpu*"),
         (["--ep-sizes=1,x"], "*--ep-sizes is '1,x', not numbers of ranks such as 1,2"),
     ],
-    ids=["unknown", "no-module", "no-backend", "threads-on-gpu", "no-gpu", "ep-sizes"],
+    ids=["unknown", "no-module", "no-class", "no-backend", "threads-on-gpu", "no-gpu", "ep-sizes"],
 )
 def test_what_cant_be_tested_is_a_usage_error(
     pytester: pytest.Pytester, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
