@@ -11,6 +11,7 @@ In a package of its own, with the entry point `minimal = "minimal_backend:Minima
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -108,18 +109,8 @@ class MinimalSession(Session):
             self.plan.problem, backend=self.plan.backend, layout=self.weight_layout, tensors=tensors
         )
 
-    def forward(
-        self,
-        hidden_states: Any,
-        topk_ids: Any,
-        topk_weights: Any,
-        weights: Any,
-        *,
-        out: Any = None,
-        num_tokens: Any = None,
-    ) -> Any:
+    def _forward(self, arguments: Sequence[Any]) -> Any:
         self.require_open()
-        arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
         calls = by_rank(arguments, self.plan.problem.ep_size) if self.ep_rank is None else [arguments]
         valid = of_each(self._checked, calls, virtual=self.ep_rank is None)
         prepared = [call[3] for call in calls]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -329,6 +330,7 @@ class Session(ABC):
             "open a new one with backend.open(plan, group)"  # the hint then; a session's owner has its own
         )
         self._inherited = False
+        self._calling = threading.Lock()
         _sessions.add(self)
         what = (plan.backend, plan.config.name, plan.device.name, plan.bytes, plan.problem)
         logger.info("MegaMoE opens backend %s, configuration %s, for %s, %d bytes a rank: %s", *what)
@@ -379,7 +381,6 @@ class Session(ABC):
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def forward(
         self,
         hidden_states: HiddenStates | Sequence[HiddenStates],
@@ -423,7 +424,26 @@ class Session(ABC):
                 there is no backward; in debug mode also an id outside [-1, num_experts).
             LayoutError: weights prepared for something else.
             MegaMoETimeoutError, RankFailedError: a peer did not arrive, or failed.
+            SessionError: closed, waits for a reset, or another thread is in a call.
         """
+        arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
+        if not self._calling.acquire(False):
+            error = SessionError(
+                "another thread is in a call of this session", hint="call in turn, or open a session for each thread"
+            )
+            self._leave_out(error)
+            raise error
+        try:
+            return self._forward(arguments)
+        finally:
+            self._calling.release()
+
+    @abstractmethod
+    def _forward(self, arguments: Sequence[Any]) -> Any:
+        """`forward` of the arguments that `call_checks.ARGUMENTS` names, in one thread at a time."""
+
+    def _leave_out(self, error: BaseException) -> None:  # noqa: B027  # nobody is left out where there are no peers
+        """`error` keeps this rank from making a call: with peers, refuse later ones until a reset."""
 
     @abstractmethod
     def warmup(self) -> float:

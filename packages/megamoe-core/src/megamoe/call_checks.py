@@ -95,13 +95,6 @@ def last_call_failed(error: BaseException) -> SessionError:
     )
 
 
-def another_thread_calls() -> SessionError:
-    """What a session raises in a second thread while a call of the first has not returned: they share its memory."""
-    return SessionError(
-        "another thread is in a call of this session", hint="call in turn, or open a session for each thread"
-    )
-
-
 def ask_for_reset(error: BaseException) -> None:
     """Add to the hint of `error`, which kept a rank from making a call that its peers make, what is to be done."""
     if isinstance(error, MegaMoEError):

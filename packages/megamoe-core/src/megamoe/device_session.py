@@ -8,7 +8,6 @@ have ended. Both orders are the same on all hardware and are kept here, and so i
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,17 +17,14 @@ import torch
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backend import HiddenStates, Plan, Session, SessionStats, StageTaps
-from megamoe.call_checks import another_thread_calls, ask_for_reset, by_rank, last_call_failed, require_ids
+from megamoe.backend import Plan, Session, SessionStats, StageTaps
+from megamoe.call_checks import ask_for_reset, by_rank, last_call_failed, require_ids
 from megamoe.errors import CaptureError, MegaMoETimeoutError, ProtocolError, SessionError
 from megamoe.symm import Group, PeerMemory
-from megamoe.tensors import PreparedWeights
 
 
 class DeviceSession(Session):
     """A session whose calls are launches on a stream: of one rank, or of all (virtual ranks) where `ep_rank` is None.
-
-    One call at a time: a second thread that calls forward before it has returned in the first gets a SessionError.
 
     A backend's subclass implements `_prepare`, `keep_taps` and the hooks below. Its `keep_taps` is
     `_require_healthy()`, `_give_back()`, another `_layout` and tensors in `_gate_up`, `start()`.
@@ -65,7 +61,6 @@ class DeviceSession(Session):
         self._allocate = allocate
         self._memory = NO_MEMORY
         self._check_ids = env.debug()
-        self._calling = threading.Lock()
         self._calls = 0
         self._timeouts = 0
         self._failure: ProtocolError | SessionError | None = None
@@ -171,30 +166,14 @@ class DeviceSession(Session):
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        hidden_states: HiddenStates | Sequence[HiddenStates],
-        topk_ids: Tensor | Sequence[Tensor],
-        topk_weights: Tensor | Sequence[Tensor],
-        weights: PreparedWeights | Sequence[PreparedWeights],
-        *,
-        out: Tensor | Sequence[Tensor] | None = None,
-        num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
-    ) -> Any:
-        """COLLECTIVE, stream-ordered; graph-safe after `warmup` where the backend captures. See `Session.forward`."""
+    def _forward(self, arguments: Sequence[Any]) -> Any:
+        """Stream-ordered; graph-safe after `warmup` where the backend captures."""
         self._require_healthy()
-        arguments = (hidden_states, topk_ids, topk_weights, weights, out, num_tokens)
-        if not self._calling.acquire(False):
-            busy = another_thread_calls()
-            self._leave_out(busy)
-            raise busy
         try:
             outputs = self._call(by_rank(arguments, len(self._driven)) if self.ep_rank is None else [arguments])
         except BaseException as error:  # Ctrl-C may have come before the launch
             self._leave_out(error)
             raise
-        finally:
-            self._calling.release()
         self._calls += 1
         return self._per_rank(outputs)
 

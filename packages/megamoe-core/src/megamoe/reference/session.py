@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,7 +12,6 @@ from torch import Tensor
 from megamoe import env
 from megamoe.backend import HiddenStates, Session, StageTaps
 from megamoe.call_checks import (
-    another_thread_calls,
     ask_for_reset,
     by_rank,
     check_call,
@@ -50,8 +48,6 @@ class ReferenceSession(Session):
 
     A call that fails on one rank ends on all: the rank that raises tells the others, which raise RankFailedError at
     once. This holds for bad arguments too.
-
-    One call at a time: a second thread that calls forward meanwhile gets a SessionError, and its call is not made.
     """
 
     weight_layout: ClassVar[str] = "checkpoint_order-v1"
@@ -76,7 +72,6 @@ class ReferenceSession(Session):
         self._timeout_s = timeout_s
         self._num_calls = 0
         self._failure: BaseException | None = None
-        self._calling = threading.Lock()
         self._check_ids = env.debug()
         self._fmt = activation_format(plan.problem.quant, plan.problem.act_format)
 
@@ -96,29 +91,8 @@ class ReferenceSession(Session):
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        hidden_states: HiddenStates | Sequence[HiddenStates],
-        topk_ids: Tensor | Sequence[Tensor],
-        topk_weights: Tensor | Sequence[Tensor],
-        weights: PreparedWeights | Sequence[PreparedWeights],
-        *,
-        out: Tensor | Sequence[Tensor] | None = None,
-        num_tokens: int | Tensor | Sequence[int | Tensor] | None = None,
-    ) -> Any:
-        """COLLECTIVE. See `Session.forward`. A failed call leaves NaN in `out`."""
-        if not self._calling.acquire(blocking=False):
-            busy = another_thread_calls()
-            if self._has_peers:
-                self._failure = busy
-                ask_for_reset(busy)
-            raise busy
-        try:
-            return self._forward((hidden_states, topk_ids, topk_weights, weights, out, num_tokens))
-        finally:
-            self._calling.release()
-
     def _forward(self, arguments: Sequence[Any]) -> Any:
+        """A failed call leaves NaN in `out`."""
         self.require_open()
         if self._failure is not None:
             raise last_call_failed(self._failure)
@@ -126,7 +100,7 @@ class ReferenceSession(Session):
         try:
             rows = by_rank(arguments, len(self._executors)) if self._virtual else [arguments]
             checked = of_each(self._check_rank, rows, virtual=self._virtual)
-        except Exception as error:
+        except BaseException as error:
             if self._has_peers:
                 self._fail(error, epoch)
                 ask_for_reset(error)
@@ -145,6 +119,11 @@ class ReferenceSession(Session):
     @property
     def _has_peers(self) -> bool:
         return self._group is not None and self._group.size > 1
+
+    def _leave_out(self, error: BaseException) -> None:
+        if self._has_peers:
+            self._failure = error
+            ask_for_reset(error)
 
     def _check_rank(
         self,
