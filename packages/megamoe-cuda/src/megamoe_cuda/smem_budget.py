@@ -42,6 +42,7 @@ class SharedMemory:
     activation_stage_bytes: int
     weight_stage_bytes: int
     scale_stage_bytes: int
+    weight_scale_row_bytes: int
     num_weight_buffers: int
     activations: int
     weights: int
@@ -82,6 +83,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     tile = config.tile
     activation_stage = tile.tile_m * BLOCK_K
     weight_stage = PACKED_STAGE_BYTES if tile.registers_hold_weights else BLOCK_N * BLOCK_K
+    weight_scale_row = round_up(max(config.gemm1_k_blocks, config.gemm2_k_blocks) * FLOAT_BYTES, 16)  # by bulk copies
     weight_buffers = tile.operand_buffers or tile.num_stages
     scale_stage = tile.tile_m * FLOAT_BYTES if config.has_row_scales else 0
 
@@ -94,7 +96,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     exchange = staging + tile.math_warps * STAGING_WARP_BYTES
     exchanges_amax = config.has_row_scales and not config.split_m and tile.swapped_rows < tile.block_m
     weight_scales = exchange + (2 * tile.tile_m * FLOAT_BYTES if exchanges_amax else 0)  # two warpgroups
-    tiles = weight_scales + (tile.math_warps * _weight_scale_bytes(config) if config.has_row_scales else 0)
+    tiles = weight_scales + (QUEUE_SLOTS * 2 * weight_scale_row if config.has_row_scales else 0)  # two rows a tile
     barriers = tiles + QUEUE_SLOTS * TILE_SLOT_BYTES
     queue_barriers = barriers + 2 * tile.num_stages * BARRIER_BYTES
     packed_barriers = queue_barriers + 2 * QUEUE_SLOTS * BARRIER_BYTES
@@ -129,6 +131,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
         activation_stage_bytes=activation_stage,
         weight_stage_bytes=weight_stage,
         scale_stage_bytes=scale_stage,
+        weight_scale_row_bytes=weight_scale_row,
         activations=activations,
         num_weight_buffers=weight_buffers,
         weights=weights,
@@ -169,11 +172,6 @@ def _require_route_scratch(config: KernelConfig, stages_bytes: int) -> None:
             expected=f"at most {stages_bytes} bytes",
             hint=FEWER_EXPERTS,
         )
-
-
-def _weight_scale_bytes(config: KernelConfig) -> int:
-    """Of one math warp: two rows of scales of the tile's weights, one per K block (pipeline/main_loop.cuh)."""
-    return 2 * max(config.gemm1_k_blocks, config.gemm2_k_blocks) * FLOAT_BYTES
 
 
 def _pool_plan_bytes(config: KernelConfig) -> int:

@@ -90,9 +90,21 @@ MUTATIONS = (
     ),
     Mutation(
         name="weight scale of gate used for up",
+        file="roles/load.cuh",
+        old="kGemm1Rows + tile.n_tile};",
+        new="tile.n_tile};",
+    ),
+    Mutation(
+        name="weight scales overwritten while they are read",
+        file="pipeline/tile_queue.cuh",
+        old="turn % kQueueSlots * (2 * cfg::kWeightScaleRowBytes)",
+        new="turn * 0",
+    ),
+    Mutation(
+        name="the other warpgroup's weight scale",
         file="pipeline/main_loop.cuh",
-        old="rows[1] = cfg::kIntermediateSize / 128 + tile.n_tile;",
-        new="rows[1] = tile.n_tile;",
+        old="return is_gemm2 ? MathThread::identify().warpgroup /",
+        new="return is_gemm2 ? (MathThread::identify().warpgroup ^ 2 / kSwappedHalves) /",
     ),
     Mutation(
         name="a stage taken for full when it is not",
@@ -122,12 +134,6 @@ MUTATIONS = (
         file="roles/swapped_epilogues.cuh",
         old="max_over_lanes<StagedRows<kChannels>::kReaders>(amax_bits)",
         new="max_over_lanes<StagedRows<kChannels>::kReaders / 2>(amax_bits)",
-    ),
-    Mutation(
-        name="swapped operands: the other warpgroup's weight scale",
-        file="pipeline/swapped_loop.cuh",
-        old="weight_scale_rows{cfg::kSplitM && is_gemm2 ? thread.warpgroup : 0,",
-        new="weight_scale_rows{cfg::kSplitM && is_gemm2 ? thread.warpgroup ^ 1 : 0,",
     ),
     Mutation(
         name="swapped operands: a row's scale used for its neighbour",

@@ -139,6 +139,7 @@ def _integers(config: KernelConfig) -> dict[str, int]:
         "WeightStageBytes": memory.weight_stage_bytes,
         "PackedStageBytes": PACKED_STAGE_BYTES,
         "ScaleStageBytes": memory.scale_stage_bytes,
+        "WeightScaleRowBytes": memory.weight_scale_row_bytes,
         "StagesBytes": memory.scales,
         "StagingWarpBytes": STAGING_WARP_BYTES,
         "SmemActivations": memory.activations,

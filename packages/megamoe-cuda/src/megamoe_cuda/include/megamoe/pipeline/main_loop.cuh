@@ -16,62 +16,25 @@
 
 namespace megamoe {
 
-constexpr uint32_t kMaxKBlocks = cfg::kGemm1KBlocks > cfg::kGemm2KBlocks ? cfg::kGemm1KBlocks : cfg::kGemm2KBlocks;
-
-// The weight scales of a tile, [2][kMaxKBlocks] in shared memory, one copy per math warp. GEMM1: row 0 is gate, row 1 is
-// up. GEMM2: rows 0 and 1 are the scale rows of the thread's halves.
+// The weight scales of a tile, two rows in shared memory, a float per K block. GEMM1: row 0 is gate, row 1 is up. GEMM2: row h
+// is of columns [128 h, 128 h + 128). The weight loader brings them with the tile's first stage (roles/load.cuh).
 struct WeightScales {
     uint32_t address;
 
-    __device__ __forceinline__ WeightScales(const Ring& ring, const MathThread& thread)
-        : address(ring.base + cfg::kSmemWeightScales +
-                  (thread.warpgroup * 4 + thread.warp) * (2 * kMaxKBlocks * static_cast<uint32_t>(sizeof(float)))) {}
-
-    // Asks for the scales of `tile`, while another tile's epilogue runs. No lane may still read the previous ones.
-    __device__ __forceinline__ void fetch(const Cta& cta, const MathThread& thread, const Tile& tile) const {
-        const uint32_t k_blocks = tile.k_blocks();
-        uint32_t rows[2];
-        const float* scales;
-        if (tile.is_gemm2) {
-            constexpr uint32_t kRows = ceil_div(cfg::kHiddenSize, 128);
-            scales = cta.own().w2_scale + static_cast<uint64_t>(tile.expert) * kRows * cfg::kGemm2KBlocks;
-            const uint32_t first = tile.n_tile * 2 + (cfg::kSplitM ? 0 : thread.warpgroup / (2 / kSwappedHalves));
-            rows[0] = min(first, kRows - 1);
-            rows[1] = min(first + (cfg::kSplitM ? 1 : 0), kRows - 1);
-        } else {
-            constexpr uint32_t kRows = 2 * cfg::kIntermediateSize / 128;
-            scales = cta.own().w13_scale + static_cast<uint64_t>(tile.expert) * kRows * cfg::kGemm1KBlocks;
-            rows[0] = tile.n_tile;
-            rows[1] = cfg::kIntermediateSize / 128 + tile.n_tile;
-        }
-        __syncwarp();
-#pragma unroll
-        for (uint32_t first = 0; first < kMaxKBlocks; first += kWarpSize) {  // so often in any case: no loop at run time
-            const uint32_t k = first + thread.lane;
-            if (k >= k_blocks) break;
-#pragma unroll
-            for (uint32_t r = 0; r < 2; ++r) {
-                asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address_of(r, k)),
-                             "l"(scales + rows[r] * k_blocks + k)
-                             : "memory");
-            }
-        }
-    }
-
-    __device__ __forceinline__ void await() const {
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncwarp();
-    }
-
-    __device__ __forceinline__ uint32_t address_of(uint32_t row, uint32_t k) const {
-        return address + 4 * (row * kMaxKBlocks + k);
-    }
     __device__ __forceinline__ float at(uint32_t row, uint32_t k) const {
         float scale;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(address_of(row, k)) : "memory");
+        asm volatile("ld.shared.f32 %0, [%1];"
+                     : "=f"(scale)
+                     : "r"(address + row * cfg::kWeightScaleRowBytes + 4 * k)
+                     : "memory");
         return scale;
     }
 };
+
+// The row of WeightScales of a thread's gate columns (h = 0) or up columns (h = 1), where its GEMM2 columns all share one.
+__device__ __forceinline__ uint32_t weight_scale_row(bool is_gemm2, uint32_t h) {
+    return is_gemm2 ? MathThread::identify().warpgroup / (2 / kSwappedHalves) : h;
+}
 
 // sum += product * scale; even and odd groups of 8 columns have their own weight scale (gate and up in GEMM1).
 __device__ __forceinline__ void promote(float (&sum)[64], const float (&product)[64], const float (&row_scale)[2],
@@ -100,7 +63,8 @@ struct MainLoop : StageReader {
     // `is_full`: whether the stage is known to be full; then whether the next one is.
     __device__ __forceinline__ void multiply_stage(uint32_t k, uint32_t stage, bool is_gemm2,
                                                    const WeightScales& weight_scales, Accumulators& sums,
-                                                   float (&product)[64], bool& is_full) {
+                                                   const uint32_t (&scale_rows)[2], float (&product)[64],
+                                                   bool& is_full) {
         if (!is_full) await_full(stage);
         const float row_scale[2] = {load_row_scale(stage, 0), load_row_scale(stage, 8)};
 #pragma unroll
@@ -110,7 +74,7 @@ struct MainLoop : StageReader {
             ptx::wgmma_m64n128k128(product, a + (stage * cfg::kActivationStageBytes >> 4),
                                    b + ((weight_buffer_offset(stage) + half * kHalfBytes) >> 4));
             if (half == kHalves - 1) is_full = is_next_full(stage);
-            const float first = weight_scales.at(0, k), second = weight_scales.at(1, k);
+            const float first = weight_scales.at(scale_rows[0], k), second = weight_scales.at(scale_rows[1], k);
             const float even = is_gemm2 && half == 1 ? second : first;
             const float odd = is_gemm2 && half == 0 && kHalves == 2 ? first : second;
             ptx::wgmma_wait_all();
@@ -122,6 +86,8 @@ struct MainLoop : StageReader {
 
     __device__ __forceinline__ void multiply(const Tile& tile, const WeightScales& weight_scales, Accumulators& sums) {
         const bool is_gemm2 = tile.is_gemm2;
+        const uint32_t scale_rows[2] = {kHalves == 2 ? 0 : weight_scale_row(is_gemm2, 0),
+                                        kHalves == 2 ? 1 : weight_scale_row(is_gemm2, 1)};
 #pragma unroll
         for (uint32_t half = 0; half < kHalves; ++half)
 #pragma unroll
@@ -135,14 +101,14 @@ struct MainLoop : StageReader {
             for (uint32_t k = 0; k < k_blocks; k += cfg::kNumStages) {
 #pragma unroll
                 for (uint32_t stage = 0; stage < cfg::kNumStages; ++stage) {
-                    multiply_stage(k + stage, stage, is_gemm2, weight_scales, sums, product, is_full);
+                    multiply_stage(k + stage, stage, is_gemm2, weight_scales, sums, scale_rows, product, is_full);
                 }
                 position.phase ^= 1;
             }
         } else {
 #pragma unroll 1
             for (uint32_t k = 0; k < k_blocks; ++k) {
-                multiply_stage(k, position.stage, is_gemm2, weight_scales, sums, product, is_full);
+                multiply_stage(k, position.stage, is_gemm2, weight_scales, sums, scale_rows, product, is_full);
                 position.advance();
             }
         }

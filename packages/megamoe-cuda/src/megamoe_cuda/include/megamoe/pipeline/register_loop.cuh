@@ -20,12 +20,14 @@ struct RegisterLoop {
     RegisterWeights weights;
     uint32_t token_descriptor;  // low word, of stage 0
     uint32_t row_scale_address;
+    uint32_t weight_scale_rows[2];  // as in SwappedLoop
 
-    __device__ __forceinline__ RegisterLoop(StageReader& loop_, const MathThread& thread)
+    __device__ __forceinline__ RegisterLoop(StageReader& loop_, const MathThread& thread, bool is_gemm2)
         : loop(loop_),
           weights(loop_.ring, thread),
           token_descriptor(ptx::wgmma_descriptor_low(loop_.ring.activations(0))),
-          row_scale_address(loop_.ring.scales(0) + 8 * thread.quad) {}
+          row_scale_address(loop_.ring.scales(0) + 8 * thread.quad),
+          weight_scale_rows{weight_scale_row(is_gemm2, 0), weight_scale_row(is_gemm2, 1)} {}
 
     // product = weights * the tokens of the stage, over its 128 of K, as a group of its own.
     __device__ __forceinline__ void issue(float (&product)[kLength], const WeightFragment& fragment, uint32_t stage) const {
@@ -72,8 +74,8 @@ struct RegisterLoop {
 #pragma unroll
         for (uint32_t i = 0; i < kNumBlocks; ++i) {
             issue(products[i], weights.look_up(stages[i]), stages[i]);
-            gate[i] = weight_scales.at(0, k + i);
-            up[i] = weight_scales.at(1, k + i);
+            gate[i] = weight_scales.at(weight_scale_rows[0], k + i);
+            up[i] = weight_scales.at(weight_scale_rows[1], k + i);
         }
 #pragma unroll
         for (uint32_t i = 0; i < kNumBlocks; ++i) {

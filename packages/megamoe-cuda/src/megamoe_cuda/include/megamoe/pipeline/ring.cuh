@@ -2,7 +2,8 @@
 // activations [kTileM][128] and weights [256][128], both swizzled by 128 bytes, and the kTileM row scales.
 //
 //   full[s]    two arrivals, each announcing its bytes: the weight loader and the activation loader. Completes when all
-//              bytes have landed. Waited for by every math thread.
+//              bytes have landed, with a tile's first stage those of its weight scales too. Waited for by every math
+//              thread.
 //   empty[s]   one arrival per math warp, of all CTAs of a cluster, after its last read of the stage. Waited for by both
 //              loaders.
 //   phase      both flip once per trip round the ring. A loader's first trip waits for the parity 1, which a fresh

@@ -36,9 +36,7 @@ struct SwappedLoop {
               ptx::wgmma_descriptor_low(loop_.ring.weights(0) + thread.warpgroup * 2 * kWeightHalfBytes)),
           token_descriptor(ptx::wgmma_descriptor_low(loop_.ring.activations(0))),
           row_scale_address(loop_.ring.scales(0) + 8 * thread.quad),
-          // GEMM2's two scales are those of columns [0, 128) and [128, 256) with split M, and else twice this warpgroup's
-          weight_scale_rows{cfg::kSplitM && is_gemm2 ? thread.warpgroup : 0,
-                            cfg::kSplitM && is_gemm2 ? thread.warpgroup : 1} {}
+          weight_scale_rows{weight_scale_row(is_gemm2, 0), weight_scale_row(is_gemm2, 1)} {}
 
     // Issues both halves' products with the tokens, over the stage's 128 of K.
     __device__ __forceinline__ void issue(float (&product)[2][kLength], uint32_t stage) const {

@@ -33,6 +33,11 @@ struct TileQueue {
     __device__ __forceinline__ uint32_t done(uint32_t turn) const { return published(turn) + kQueueSlots * 8; }
     __device__ __forceinline__ static uint32_t parity(uint32_t turn) { return turn / kQueueSlots % 2; }
 
+    // The tile's weight scales: two rows that are filled and freed with the slot (WeightScales of main_loop.cuh).
+    __device__ __forceinline__ uint32_t weight_scales(uint32_t turn) const {
+        return base + cfg::kSmemWeightScales + turn % kQueueSlots * (2 * cfg::kWeightScaleRowBytes);
+    }
+
     // One thread; __syncthreads() follows.
     __device__ __forceinline__ void initialize() const {
         for (uint32_t turn = 0; turn < kQueueSlots; ++turn) {

@@ -1,6 +1,9 @@
 // The two loaders: one thread streams weights, another activations with their scales, each through its own wait, so
 // that weights never wait for tokens.
 //
+//   Weight scales      come with the weights of a tile's first stage, whose full barrier math warps wait for anyway, to the
+//                      tile's slot of the tile queue: publish() has waited until nobody reads the ones before. Where
+//                      converter warps wait for the weights, their arrival passes it on.
 //   Activations wait   GEMM1: rows_arrived[b] == valid rows; GEMM2: a2_written[b] == all column tiles; both acquire.gpu,
 //                      then fence.proxy.async, because ordinary stores wrote what bulk copies read.
 #pragma once
@@ -11,6 +14,14 @@
 
 namespace megamoe {
 
+// False: aborted.
+template <typename Position>
+__device__ __forceinline__ bool await_empty(const Cta& cta, const Ring& ring, const Position& position) {
+    const bool empty = wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, ring.empty(position),
+                                     position.phase ^ 1);
+    return empty && !ring.gave_up();  // the math warps may have released the stage without waiting for it
+}
+
 // Runs `load(stage, full barrier, k block)` for every K block of a tile as stages become empty, on the ring that `position`
 // belongs to.
 template <typename Position, typename Load>
@@ -18,11 +29,7 @@ __device__ __forceinline__ bool fill_stages(const Cta& cta, const Ring& ring, Po
                                             Load load) {
 #pragma unroll 1
     for (uint32_t k = 0; k < k_blocks; ++k) {
-        if (!wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, ring.empty(position),
-                           position.phase ^ 1)) {
-            return false;
-        }
-        if (ring.gave_up()) return false;  // the math warps released the stage without waiting for it
+        if (!await_empty(cta, ring, position)) return false;
         load(position.stage, ring.full(position), k);
         position.advance();
     }
@@ -136,6 +143,39 @@ __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, c
     });
 }
 
+// `full` tells of the bytes; its arrival by this thread is yet to come.
+__device__ __forceinline__ void load_scale_row(uint32_t destination, const float* source, uint32_t k_blocks, uint32_t full) {
+    const uint32_t num_bytes = k_blocks * static_cast<uint32_t>(sizeof(float));
+    if ((reinterpret_cast<uint64_t>(source) | num_bytes) % 16 == 0) {
+        ptx::mbarrier_expect_tx(full, num_bytes);
+        ptx::bulk_load(destination, source, num_bytes, full);
+    } else {
+#pragma unroll 1
+        for (uint32_t k = 0; k < k_blocks; ++k) ptx::copy_word(destination + 4 * k, source + k);
+        ptx::hold_for_words(full);
+    }
+}
+
+// The tile's weight scales, which come with its first stage (WeightScales of pipeline/main_loop.cuh). False: aborted.
+template <typename Position>
+__device__ __forceinline__ bool load_weight_scales(const Cta& cta, const Tile& tile, const Ring& ring,
+                                                   const Position& position, uint32_t destination) {
+    if constexpr (!cfg::kHasRowScales) return true;
+    if (!await_empty(cta, ring, position)) return false;
+    constexpr uint32_t kGemm1Rows = cfg::kIntermediateSize / 128, kGemm2Rows = ceil_div(cfg::kHiddenSize, 128);
+    const uint32_t k_blocks = tile.k_blocks();
+    const float* scales = tile.is_gemm2 ? cta.own().w2_scale : cta.own().w13_scale;
+    const uint32_t expert_row = tile.expert * (tile.is_gemm2 ? kGemm2Rows : 2 * kGemm1Rows);
+    const uint32_t rows[2] = {tile.is_gemm2 ? 2 * tile.n_tile : tile.n_tile,
+                              tile.is_gemm2 ? min(2 * tile.n_tile + 1, kGemm2Rows - 1) : kGemm1Rows + tile.n_tile};
+#pragma unroll
+    for (uint32_t r = 0; r < 2; ++r) {
+        load_scale_row(destination + r * cfg::kWeightScaleRowBytes,
+                       scales + static_cast<uint64_t>(expert_row + rows[r]) * k_blocks, k_blocks, ring.full(position));
+    }
+    return true;
+}
+
 template <bool kPacked>
 struct WeightPosition {
     using Type = RingPosition;
@@ -157,8 +197,10 @@ __device__ __forceinline__ void weight_loader(const Cta& cta, const PoolPlan& pl
     while (working && unit < units) {
         const Tile tile = tile_at(unit, plan, rank_in_cluster());
         if (!tile.is_end()) {
-            queue.publish(turn++, tile);
-            working = load_weights(cta, tile, ring, position);
+            queue.publish(turn, tile);
+            working = load_weight_scales(cta, tile, ring, position, queue.weight_scales(turn)) &&
+                      load_weights(cta, tile, ring, position);
+            ++turn;
         }
         working = working && claims.next(cta, unit);
     }

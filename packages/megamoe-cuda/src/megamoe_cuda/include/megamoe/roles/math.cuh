@@ -49,33 +49,25 @@ __device__ __forceinline__ void end_tile(const KernelArguments& arguments, const
     }
 }
 
-// Waits for the tile of `turn` and asks for its weight scales; false at the end.
-__device__ __forceinline__ bool prepare_tile(const KernelArguments& arguments, const Ring& ring,
-                                             const TileQueue& queue, uint32_t turn) {
+// Waits for the tile of `turn`; false at the end.
+__device__ __forceinline__ bool has_tile(const TileQueue& queue, uint32_t turn) {
     queue.await(turn);
-    const Tile tile = queue.read(turn);
-    if (tile.is_end()) return false;
-    if constexpr (cfg::kHasRowScales) {
-        const MathThread thread = MathThread::identify();
-        WeightScales(ring, thread).fetch(recall_cta(arguments, ring.facts()), thread, tile);
-    }
-    return true;
+    return !queue.read(turn).is_end();
 }
 
 template <uint32_t kTokens>
 __device__ __forceinline__ void run_swapped_tile(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
                                                  const TileQueue& queue, const WeightScales& weight_scales,
-                                                 uint32_t turn, bool is_gemm2, ModeMainLoop& loop, bool& more) {
+                                                 uint32_t turn, bool is_gemm2, ModeMainLoop& loop) {
     RowHomes<kTokens> homes;
     loop.await_full(loop.position.stage);  // what the loader waited for is visible: the block's meta too
     homes.load(recall_cta(arguments, ring.facts()), MathThread::identify(), queue.read(turn));
     SwappedAccumulators<kTokens> sums;
     if constexpr (cfg::kRegistersHoldWeights) {
-        RegisterLoop<kTokens>(loop, MathThread::identify()).multiply(is_gemm2, weight_scales, sums);
+        RegisterLoop<kTokens>(loop, MathThread::identify(), is_gemm2).multiply(is_gemm2, weight_scales, sums);
     } else {
         SwappedLoop<kTokens>(loop, MathThread::identify(), is_gemm2).multiply(is_gemm2, weight_scales, sums);
     }
-    more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
     const Cta cta = recall_cta(arguments, ring.facts());
     const MathThread thread = MathThread::identify();
     const Tile tile = queue.read(turn);
@@ -91,14 +83,14 @@ __device__ __forceinline__ void run_swapped_tile(const KernelArguments& argument
 template <uint32_t kTokens>
 __device__ __forceinline__ void run_swapped(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
                                             const TileQueue& queue, const WeightScales& weight_scales, uint32_t turn,
-                                            const Tile& tile, ModeMainLoop& loop, bool& more) {
+                                            const Tile& tile, ModeMainLoop& loop) {
     if constexpr (kTokens < cfg::kSwappedRows) {
         if (tile.num_rows > kTokens) {
-            run_swapped<2 * kTokens>(arguments, plan, ring, queue, weight_scales, turn, tile, loop, more);
+            run_swapped<2 * kTokens>(arguments, plan, ring, queue, weight_scales, turn, tile, loop);
             return;
         }
     }
-    run_swapped_tile<kTokens>(arguments, plan, ring, queue, weight_scales, turn, tile.is_gemm2, loop, more);
+    run_swapped_tile<kTokens>(arguments, plan, ring, queue, weight_scales, turn, tile.is_gemm2, loop);
 }
 
 // Whether the warpgroup has nothing to multiply: with split M, the second one's rows may all be padding. Where such blocks
@@ -127,8 +119,7 @@ __device__ __forceinline__ void end_call(const KernelArguments& arguments, const
 __device__ __forceinline__ void math_role(const KernelArguments& arguments, const PoolPlan& plan, const Ring& ring,
                                           const TileQueue& queue) {
     ModeMainLoop loop(ring, MathThread::identify());
-    const WeightScales weight_scales(ring, MathThread::identify());
-    bool more = prepare_tile(arguments, ring, queue, 0);
+    bool more = has_tile(queue, 0);
     // What follows the last tile stands inside the loop: code after it made ptxas drop the register budget and spill
     // (2.5 times slower).
 #pragma unroll 1
@@ -139,27 +130,26 @@ __device__ __forceinline__ void math_role(const KernelArguments& arguments, cons
         }
         const Tile tile = queue.read(turn);
         if (has_only_padding(tile)) {
-            weight_scales.await();  // not used, but the next tile's go to the same words
             loop.skip(tile.k_blocks());
             queue.release(turn);
-            more = prepare_tile(arguments, ring, queue, turn + 1);
+            more = has_tile(queue, turn + 1);
             continue;
         }
-        if constexpr (cfg::kHasRowScales) weight_scales.await();
+        const WeightScales weight_scales{queue.weight_scales(turn)};
         if (cfg::kSwappedRows == 0 || tile.num_rows > cfg::kSwappedRows) {
             if constexpr (cfg::kSwappedRows < cfg::kBlockM) {
                 Accumulators sums;
                 start_tile(arguments, ring, queue, turn, loop);
                 loop.multiply(tile, weight_scales, sums);
-                more = prepare_tile(arguments, ring, queue, turn + 1);  // scales arrive during this epilogue
                 end_tile(arguments, plan, ring, queue, turn, sums, loop.alive);
             }
         } else {
             if constexpr (cfg::kSwappedRows > 0) {
-                run_swapped<8>(arguments, plan, ring, queue, weight_scales, turn, tile, loop, more);
+                run_swapped<8>(arguments, plan, ring, queue, weight_scales, turn, tile, loop);
             }
         }
         queue.release(turn);
+        more = has_tile(queue, turn + 1);  // asked at the loop's start, it made ptxas spill 500 bytes (EP8, mode a8w4)
     }
 }
 
