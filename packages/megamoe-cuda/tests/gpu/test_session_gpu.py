@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from megamoe.backend import VirtualRanks
-from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError, WorkspaceError
+from megamoe.errors import MegaMoETimeoutError, ProtocolError, RankFailedError, SessionError, WorkspaceError
 from megamoe.problem import MoEProblem
 from megamoe.reference.oracle import oracle
 from megamoe.reference.staged import staged
@@ -139,6 +140,44 @@ def test_the_host_pays_little_for_a_call() -> None:
                 torch.cuda.synchronize()  # a full launch queue would block the host
         print(f"host: median {median(times) * 1e6:.1f} us, minimum {min(times) * 1e6:.1f} us")
         assert median(times) < HOST_BUDGET_S
+
+
+def test_calls_of_two_threads_do_not_mix() -> None:
+    """The driver reads a launch's arguments without the GIL; another thread's call must not be in them then."""
+    with BACKEND.open(BACKEND.plan(SINGLE)) as session:
+        (share,) = experts(SINGLE)
+        weights = session.prepare(share)
+        calls = [make_call(SINGLE, num_tokens, num_tokens) for num_tokens in (8, 64)]
+        expected = [session.forward(*call, weights) for call in calls]
+        torch.cuda.synchronize()
+        right = [0, 0]
+
+        def body(index: int) -> None:
+            made = 0
+            while made < 200:
+                with suppress(SessionError):  # the other is in a call
+                    right[index] += torch.equal(session.forward(*calls[index], weights), expected[index])
+                    made += 1
+
+        threads = [Thread(target=body, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert right == [200, 200]
+        session.check()
+
+
+def test_an_output_of_inference_mode_is_padded() -> None:
+    with BACKEND.open(BACKEND.plan(SINGLE)) as session:
+        (share,) = experts(SINGLE)
+        weights = session.prepare(share)
+        call = make_call(SINGLE, 8, 0)
+        expected = session.forward(*call, weights, num_tokens=5)
+        with torch.inference_mode():
+            out = torch.full_like(call[0], 7)
+        assert torch.equal(session.forward(*call, weights, out=out, num_tokens=5), expected)
+        assert not expected[5:].any()
 
 
 def test_a_workspace_can_be_handed_in() -> None:
