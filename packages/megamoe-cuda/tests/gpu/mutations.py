@@ -222,6 +222,12 @@ MUTATIONS = (
         new="done = wait_until(cta.watchdog(), Phase::kCombine, owner, owner, cta.epoch - 1,",
     ),
     Mutation(
+        name="rows summed before they have come",
+        file="roles/combine.cuh",
+        old="turn / kBuffers % 2)",
+        new="turn / kBuffers % 2 ^ 1)",
+    ),
+    Mutation(
         name="fence before bulk reads of A2 dropped",
         file="roles/gemm1_epilogue.cuh",
         old="    ptx::fence_proxy_async_global();  // GEMM2 reads A2 with bulk copies\n",

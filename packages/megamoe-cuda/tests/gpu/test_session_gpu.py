@@ -114,6 +114,14 @@ def test_sms_can_be_left_free() -> None:
         torch.cuda.synchronize()
 
 
+def test_more_tokens_than_a_cta_lists() -> None:
+    """With one SM a rank, combine looks up the slots of its last tokens one by one; the bits stay."""
+    problem = replace(PROBLEM, num_max_tokens_per_rank=5000)
+    with open_virtual(problem) as session, open_virtual(problem, device=replace(H200, num_sms=2)) as narrow:
+        weights = [session.prepare(share) for share in experts(problem)]
+        assert torch.equal(call_all(narrow, problem, weights, 5000), call_all(session, problem, weights, 5000))
+
+
 def test_a_side_stream_that_holds_an_sm_delays_but_does_not_hang() -> None:
     with open_virtual(PROBLEM) as session:
         weights = [session.prepare(share) for share in experts(PROBLEM)]

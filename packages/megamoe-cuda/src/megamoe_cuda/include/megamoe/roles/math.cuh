@@ -107,10 +107,10 @@ __device__ __forceinline__ void end_call(const KernelArguments& arguments, const
     trace(cta, TracePoint::kMultiplied, is_speaker);
     // A peer may still write here, to barriers and, after an abort, to stages: nobody ends before all have come so far.
     if constexpr (kInCluster) ptx::cluster_arrive();
-    NextItems items(cta, warp);
+    Combiner combiner(cta, ring, warp);
     const bool finished = finish(cta, warp, ring.base + cfg::kSmemResult);
     trace(cta, TracePoint::kFinished, is_speaker);
-    if (finished && alive) combine_role(cta, items);
+    if (finished && alive) combiner.combine();
     else leave(cta, warp * kWarpSize + thread.lane);
     trace(cta, TracePoint::kCombined, is_speaker);
     if constexpr (kInCluster) ptx::cluster_wait();
