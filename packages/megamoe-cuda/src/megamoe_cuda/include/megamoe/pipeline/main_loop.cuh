@@ -69,8 +69,10 @@ struct MainLoop : StageReader {
         const float row_scale[2] = {load_row_scale(stage, 0), load_row_scale(stage, 8)};
 #pragma unroll
         for (uint32_t half = 0; half < kHalves; ++half) {
-            uint32_t a = a_descriptor, b = b_descriptor;
-            asm volatile("" : "+r"(a), "+r"(b));  // computed here: hoisted, those of all stages would take 40 registers
+            uint32_t own = cfg::kSplitM ? a_descriptor : b_descriptor;  // the warpgroup's; the other operand is for both
+            asm volatile("" : "+r"(own));  // computed here: hoisted, those of all stages would take 40 registers
+            const uint32_t a = cfg::kSplitM ? own : ptx::wgmma_descriptor_low(kSharedBase + cfg::kSmemActivations);
+            const uint32_t b = cfg::kSplitM ? ptx::wgmma_descriptor_low(kSharedBase + cfg::kSmemWeights) : own;
             ptx::wgmma_m64n128k128(product, a + (stage * cfg::kActivationStageBytes >> 4),
                                    b + ((weight_buffer_offset(stage) + half * kHalfBytes) >> 4));
             if (half == kHalves - 1) is_full = is_next_full(stage);

@@ -188,6 +188,7 @@ struct WeightPosition<true> {
 // One thread: claims units, publishes them to the other roles, loads their weights.
 __device__ __forceinline__ void weight_loader(const Cta& cta, const PoolPlan& plan, const Ring& ring,
                                               const TileQueue& queue) {
+    if ((ring.base & 0xffffff) != kSharedBase) __trap();  // above: the CTA's number in its cluster
     WeightPosition<kConverts>::Type position;
     const uint32_t units = num_units(plan.num_blocks());
     UnitClaims claims{ring.base};
