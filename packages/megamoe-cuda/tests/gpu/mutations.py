@@ -91,8 +91,14 @@ MUTATIONS = (
     Mutation(
         name="weight scale of gate used for up",
         file="roles/load.cuh",
-        old="kGemm1Rows + tile.n_tile};",
-        new="tile.n_tile};",
+        old="kGemm1Rows + tile.n_tile) * k_blocks;",
+        new="tile.n_tile) * k_blocks;",
+    ),
+    Mutation(
+        name="weight scales not announced",
+        file="roles/load.cuh",
+        old="num_bytes + (in_bulk ? 2 * rows.num_bytes : 0)",
+        new="num_bytes",
     ),
     Mutation(
         name="weight scales overwritten while they are read",

@@ -55,10 +55,7 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
 __device__ __forceinline__ void copy_word(uint32_t destination, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
-// The barrier's phase waits for this thread's copy_word()s. Before the thread's own arrival.
-__device__ __forceinline__ void hold_for_words(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
+__device__ __forceinline__ void await_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Contiguous bytes from shared to global memory; joins the thread's open bulk group.
 __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t num_bytes) {

@@ -14,14 +14,6 @@
 
 namespace megamoe {
 
-// False: aborted.
-template <typename Position>
-__device__ __forceinline__ bool await_empty(const Cta& cta, const Ring& ring, const Position& position) {
-    const bool empty = wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, ring.empty(position),
-                                     position.phase ^ 1);
-    return empty && !ring.gave_up();  // the math warps may have released the stage without waiting for it
-}
-
 // Runs `load(stage, full barrier, k block)` for every K block of a tile as stages become empty, on the ring that `position`
 // belongs to.
 template <typename Position, typename Load>
@@ -29,11 +21,70 @@ __device__ __forceinline__ bool fill_stages(const Cta& cta, const Ring& ring, Po
                                             Load load) {
 #pragma unroll 1
     for (uint32_t k = 0; k < k_blocks; ++k) {
-        if (!await_empty(cta, ring, position)) return false;
+        if (!wait_mbarrier(cta.watchdog().secondary(), Phase::kPipeline, cta.rank, ring.empty(position),
+                           position.phase ^ 1)) {
+            return false;
+        }
+        if (ring.gave_up()) return false;  // the math warps released the stage without waiting for it
         load(position.stage, ring.full(position), k);
         position.advance();
     }
     return true;
+}
+
+// The two rows of a tile's weight scales (WeightScales of pipeline/main_loop.cuh), in global memory.
+struct ScaleRows {
+    const float* rows[2];
+    uint32_t num_bytes;  // of each
+
+    __device__ __forceinline__ ScaleRows(const Cta& cta, const Tile& tile) {
+        constexpr uint32_t kGemm1Rows = cfg::kIntermediateSize / 128, kGemm2Rows = ceil_div(cfg::kHiddenSize, 128);
+        const uint32_t k_blocks = tile.k_blocks();
+        const float* scales = tile.is_gemm2 ? cta.own().w2_scale : cta.own().w13_scale;
+        scales += static_cast<uint64_t>(tile.expert) * (tile.is_gemm2 ? kGemm2Rows : 2 * kGemm1Rows) * k_blocks;
+        rows[0] = scales + (tile.is_gemm2 ? 2 * tile.n_tile : tile.n_tile) * k_blocks;
+        rows[1] = scales + (tile.is_gemm2 ? min(2 * tile.n_tile + 1, kGemm2Rows - 1) : kGemm1Rows + tile.n_tile) * k_blocks;
+        num_bytes = k_blocks * static_cast<uint32_t>(sizeof(float));
+    }
+
+    __device__ __forceinline__ bool suit_bulk_copies() const {
+        return (reinterpret_cast<uint64_t>(rows[0]) | reinterpret_cast<uint64_t>(rows[1]) | num_bytes) % 16 == 0;
+    }
+    __device__ __forceinline__ void load(uint32_t destination, uint32_t full) const {
+#pragma unroll
+        for (uint32_t r = 0; r < 2; ++r) {
+            ptx::bulk_load(destination + r * cfg::kWeightScaleRowBytes, rows[r], num_bytes, full);
+        }
+    }
+    // Where they do not, at once: the arrival that follows tells of it.
+    __device__ __forceinline__ void copy(uint32_t destination) const {
+#pragma unroll 1
+        for (uint32_t k = 0; 4 * k < num_bytes; ++k) {
+            ptx::copy_word(destination + 4 * k, rows[0] + k);
+            ptx::copy_word(destination + cfg::kWeightScaleRowBytes + 4 * k, rows[1] + k);
+        }
+        ptx::await_words();
+        ptx::fence_proxy_async_shared();  // the next rows in this place may come by bulk copies
+    }
+};
+
+// fill_stages() with weights: `copy(stage, full barrier, k block)` brings `num_bytes`. With the first stage come the tile's
+// weight scales, to `scales`.
+template <typename Position, typename Copy>
+__device__ __forceinline__ bool fill_with_weights(const Cta& cta, const Tile& tile, const Ring& ring, Position& position,
+                                                  uint32_t scales, uint32_t num_bytes, Copy copy) {
+    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
+        if (cfg::kHasRowScales && k == 0) {
+            const ScaleRows rows(cta, tile);
+            const bool in_bulk = rows.suit_bulk_copies();
+            if (!in_bulk) rows.copy(scales);
+            ptx::mbarrier_arrive_expect_tx(full, num_bytes + (in_bulk ? 2 * rows.num_bytes : 0));
+            if (in_bulk) rows.load(scales, full);
+        } else {
+            ptx::mbarrier_arrive_expect_tx(full, num_bytes);
+        }
+        copy(stage, full, k);
+    });
 }
 
 // A CTA must not end while bulk copies still write to its shared memory, and after an abort nobody waits for them; they
@@ -71,27 +122,27 @@ __device__ __forceinline__ void prefetch_first_weights(const Cta& cta) {
 
 // The weights of a tile: packed ones, for the converter warps, or the operands themselves.
 __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
-                                             PackedPosition& position) {
+                                             PackedPosition& position, uint32_t scales) {
     const uint8_t* source = packed_weights(cta, tile.is_gemm2, tile.expert, tile.n_tile);
-    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
-        ptx::mbarrier_arrive_expect_tx(full, cfg::kPackedStageBytes);
+    const auto copy = [&](uint32_t stage, uint32_t full, uint32_t k) {
         ptx::bulk_load(ring.packed(stage), source + k * cfg::kPackedStageBytes, cfg::kPackedStageBytes, full);
-    });
+    };
+    return fill_with_weights(cta, tile, ring, position, scales, cfg::kPackedStageBytes, copy);
 }
 
 // The same, on the ring of stages: the math warps look them up.
 __device__ __forceinline__ bool load_packed_weights(const Cta& cta, const Tile& tile, const Ring& ring,
-                                                    RingPosition& position) {
+                                                    RingPosition& position, uint32_t scales) {
     const uint8_t* source = packed_weights(cta, tile.is_gemm2, tile.expert, tile.n_tile);
-    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
-        ptx::mbarrier_arrive_expect_tx(full, cfg::kPackedStageBytes);
+    const auto copy = [&](uint32_t stage, uint32_t full, uint32_t k) {
         ptx::bulk_load(ring.weights(stage), source + k * cfg::kPackedStageBytes, cfg::kPackedStageBytes, full);
-    });
+    };
+    return fill_with_weights(cta, tile, ring, position, scales, cfg::kPackedStageBytes, copy);
 }
 
 // The stages that converter warps of all CTAs have stored, once the tile's are all there.
 __device__ __forceinline__ bool load_converted_weights(const Cta& cta, const Tile& tile, const Ring& ring,
-                                                       RingPosition& position) {
+                                                       RingPosition& position, uint32_t scales) {
     const uint32_t k_blocks = tile.k_blocks();
     const uint32_t* parts = cta.workspace.converted_parts(cta.epoch, tile.is_gemm2, tile.expert);
     const uint32_t stages = k_blocks * (tile.is_gemm2 ? cfg::kGemm2NTiles : cfg::kGemm1NTiles);
@@ -102,10 +153,10 @@ __device__ __forceinline__ bool load_converted_weights(const Cta& cta, const Til
     ptx::fence_proxy_async_global();  // ordinary stores wrote what bulk copies read
     const uint8_t* source = cta.workspace.converted_stages(tile.is_gemm2, tile.expert) +
                             static_cast<uint64_t>(tile.n_tile) * k_blocks * cfg::kWeightStageBytes;
-    return fill_stages(cta, ring, position, k_blocks, [&](uint32_t stage, uint32_t full, uint32_t k) {
-        ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
+    const auto copy = [&](uint32_t stage, uint32_t full, uint32_t k) {
         ptx::bulk_load(ring.weights(stage), source + k * cfg::kWeightStageBytes, cfg::kWeightStageBytes, full);
-    });
+    };
+    return fill_with_weights(cta, tile, ring, position, scales, cfg::kWeightStageBytes, copy);
 }
 
 // In a cluster: one part of a stage's weights for all CTAs, or all parts for this one.
@@ -129,51 +180,18 @@ __device__ __forceinline__ bool load_weights_in_parts(const Cta& cta, const Tile
 }
 
 __device__ __forceinline__ bool load_weights(const Cta& cta, const Tile& tile, const Ring& ring,
-                                             RingPosition& position) {
-    if constexpr (cfg::kRegistersHoldWeights) return load_packed_weights(cta, tile, ring, position);
-    if constexpr (cfg::kConvertsAhead) return load_converted_weights(cta, tile, ring, position);
+                                             RingPosition& position, uint32_t scales) {
+    if constexpr (cfg::kRegistersHoldWeights) return load_packed_weights(cta, tile, ring, position, scales);
+    if constexpr (cfg::kConvertsAhead) return load_converted_weights(cta, tile, ring, position, scales);
     const ptx::TensorMap& map = tile.is_gemm2 ? cta.own().w2 : cta.own().w13;
     const uint32_t expert_rows = tile.is_gemm2 ? cfg::kHiddenSize : 2 * cfg::kIntermediateSize;
     const uint32_t row = tile.expert * expert_rows + tile.n_tile * cfg::kBlockN;
     if constexpr (kInCluster) return load_weights_in_parts(cta, tile, ring, position, map, row);
-    return fill_stages(cta, ring, position, tile.k_blocks(), [&](uint32_t stage, uint32_t full, uint32_t k) {
-        ptx::mbarrier_arrive_expect_tx(full, cfg::kWeightStageBytes);
+    const auto copy = [&](uint32_t stage, uint32_t full, uint32_t k) {
         // Without an L2 hint: evict_first gained nothing, at 8 and at 128 tokens (H200, 2026-11-30).
         ptx::tma_load_2d(ring.weights(stage), map, k * 128, row, full);
-    });
-}
-
-// `full` tells of the bytes; its arrival by this thread is yet to come.
-__device__ __forceinline__ void load_scale_row(uint32_t destination, const float* source, uint32_t k_blocks, uint32_t full) {
-    const uint32_t num_bytes = k_blocks * static_cast<uint32_t>(sizeof(float));
-    if ((reinterpret_cast<uint64_t>(source) | num_bytes) % 16 == 0) {
-        ptx::mbarrier_expect_tx(full, num_bytes);
-        ptx::bulk_load(destination, source, num_bytes, full);
-    } else {
-#pragma unroll 1
-        for (uint32_t k = 0; k < k_blocks; ++k) ptx::copy_word(destination + 4 * k, source + k);
-        ptx::hold_for_words(full);
-    }
-}
-
-// The tile's weight scales, which come with its first stage (WeightScales of pipeline/main_loop.cuh). False: aborted.
-template <typename Position>
-__device__ __forceinline__ bool load_weight_scales(const Cta& cta, const Tile& tile, const Ring& ring,
-                                                   const Position& position, uint32_t destination) {
-    if constexpr (!cfg::kHasRowScales) return true;
-    if (!await_empty(cta, ring, position)) return false;
-    constexpr uint32_t kGemm1Rows = cfg::kIntermediateSize / 128, kGemm2Rows = ceil_div(cfg::kHiddenSize, 128);
-    const uint32_t k_blocks = tile.k_blocks();
-    const float* scales = tile.is_gemm2 ? cta.own().w2_scale : cta.own().w13_scale;
-    const uint32_t expert_row = tile.expert * (tile.is_gemm2 ? kGemm2Rows : 2 * kGemm1Rows);
-    const uint32_t rows[2] = {tile.is_gemm2 ? 2 * tile.n_tile : tile.n_tile,
-                              tile.is_gemm2 ? min(2 * tile.n_tile + 1, kGemm2Rows - 1) : kGemm1Rows + tile.n_tile};
-#pragma unroll
-    for (uint32_t r = 0; r < 2; ++r) {
-        load_scale_row(destination + r * cfg::kWeightScaleRowBytes,
-                       scales + static_cast<uint64_t>(expert_row + rows[r]) * k_blocks, k_blocks, ring.full(position));
-    }
-    return true;
+    };
+    return fill_with_weights(cta, tile, ring, position, scales, cfg::kWeightStageBytes, copy);
 }
 
 template <bool kPacked>
@@ -199,8 +217,7 @@ __device__ __forceinline__ void weight_loader(const Cta& cta, const PoolPlan& pl
         const Tile tile = tile_at(unit, plan, rank_in_cluster());
         if (!tile.is_end()) {
             queue.publish(turn, tile);
-            working = load_weight_scales(cta, tile, ring, position, queue.weight_scales(turn)) &&
-                      load_weights(cta, tile, ring, position);
+            working = load_weights(cta, tile, ring, position, queue.weight_scales(turn));
             ++turn;
         }
         working = working && claims.next(cta, unit);
