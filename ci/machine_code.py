@@ -13,7 +13,6 @@ seconds of a core for each.
 from __future__ import annotations
 
 import hashlib
-import struct
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ from megamoe_cuda.aot import Build, builds
 from megamoe_cuda.heuristics import session_config, tiles_of
 from megamoe_cuda.jit.codegen import KERNEL_NAME
 from megamoe_cuda.jit.compiler import compile_kernel
+from megamoe_cuda.jit.elf import sections
 
 CODE = f".text.{KERNEL_NAME}"  # sections of a cubin
 LITERALS = f".nv.constant2.{KERNEL_NAME}"  # not all kernels have any
@@ -58,26 +58,14 @@ def covered() -> Iterator[tuple[str, Build]]:
             yield " taps trace", Build(problem=problem, kernel=kernel)
 
 
-def sections(elf: bytes) -> dict[str, bytes]:
-    """Sections of an ELF64 file by name."""
-    offset, entry_bytes, count, names_index = (
-        *struct.unpack_from("<Q", elf, 0x28),
-        *struct.unpack_from("<HHH", elf, 0x3A),
-    )
-    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, offset + i * entry_bytes) for i in range(count)]
-    names = elf[headers[names_index][4] :]
-    return {
-        names[name : names.index(b"\0", name)].decode(): elf[start : start + size]
-        for name, _, _, _, start, size, *_ in headers
-    }
-
-
 def line_of(item: tuple[str, Build]) -> str:
     """Compile, and say what came out."""
     suffix, build = item
     compiled = compile_kernel(build.kernel)
     found = sections(compiled.cubin)
-    code = hashlib.sha256(found[CODE] + found.get(LITERALS, b""))
+    code = hashlib.sha256()
+    for section in (found[name] for name in (CODE, LITERALS) if name in found):
+        code.update(compiled.cubin[section.offset : section.offset + section.num_bytes])
     numbers = (compiled.registers, compiled.stack_bytes, compiled.spill_bytes, compiled.dynamic_smem_bytes)
     return f"{code.hexdigest()} {' '.join(map(str, numbers))} {build.name}{suffix}"
 

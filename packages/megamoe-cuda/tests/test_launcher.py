@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
 
 import pytest
 
@@ -13,7 +14,9 @@ from megamoe.symm import Group
 from megamoe.symm.torch_symm import TorchSymmGroup
 from megamoe_cuda import launcher
 from megamoe_cuda.aot import builds
-from megamoe_cuda.jit.compiler import CompiledKernel, KernelCompileError
+from megamoe_cuda.jit.codegen import KERNEL_NAME
+from megamoe_cuda.jit.compiler import CompiledKernel, KernelCompileError, compile_kernel
+from megamoe_cuda.jit.elf import sections
 from megamoe_cuda.launcher import (
     FAILURE_RECORD,
     FAILURES,
@@ -25,6 +28,7 @@ from megamoe_cuda.launcher import (
     read_failure,
 )
 from megamoe_cuda.session import as_error
+from megamoe_cuda.smem_budget import SHARED_BASE
 from megamoe_cuda.symm_nvshmem import NvshmemGroup
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -152,16 +156,41 @@ def test_what_to_do_without_a_dead_rank_is_its_groups_to_say(kind: str, group: t
     assert "died" not in str(as_error(record(kind), 2.5)), "one process has all ranks"
 
 
-def test_a_kernel_whose_warpgroups_would_wait_for_registers_is_not_loaded() -> None:
+def compiled(cubin: bytes = b"", **changes: int) -> CompiledKernel:
     kernel = next(builds(PROBLEM)).kernel
-    compiled = CompiledKernel(
-        config=kernel,
-        cubin=b"",
-        registers=kernel.tile.registers_at_entry - 8,
-        spill_bytes=0,
-        stack_bytes=0,
-        dynamic_smem_bytes=0,
-        warnings=(),
+    facts = {"registers": kernel.tile.registers_at_entry, "spill_bytes": 0, "stack_bytes": 0, "dynamic_smem_bytes": 0}
+    return CompiledKernel(config=kernel, cubin=cubin, warnings=(), **(facts | changes))
+
+
+def load(kernel: CompiledKernel) -> LoadedKernel:
+    return LoadedKernel(kernel, workspaces=[0], first_rank=0, failure_records=0, timeout_s=1.0)
+
+
+def elf(**num_bytes: int) -> bytes:
+    """With empty sections of these names and sizes, of the kind that only reserves memory."""
+    names = [b"", b".shstrtab", *(name.encode().replace(b"__", b".") for name in num_bytes)]
+    table = b"\0".join(names) + b"\0"
+    sizes = [0, len(table), *num_bytes.values()]
+    headers = b"".join(
+        struct.pack("<IIQQQQIIQQ", table.index(name + b"\0") if name else 0, 8, 0, 0, 64, size, 0, 0, 1, 0)
+        for name, size in zip(names, sizes, strict=True)
     )
+    start = struct.pack("<40sQ10sHHH", b"\x7fELF", 64 + len(table), b"", 64, len(names), 1)
+    return start.ljust(64, b"\0") + table + headers
+
+
+def test_a_kernel_whose_warpgroups_would_wait_for_registers_is_not_loaded() -> None:
     with pytest.raises(KernelCompileError, match="got 160; expected 168"):
-        LoadedKernel(compiled, workspaces=[0], first_rank=0, failure_records=0, timeout_s=1.0)
+        load(compiled(registers=160))
+
+
+@pytest.mark.parametrize(("section", "got"), [({"__nv__shared__sm90_mega_moe": 2048}, "2048"), ({}, "no section")])
+def test_a_kernel_whose_shared_memory_begins_elsewhere_is_not_loaded(section: dict[str, int], got: str) -> None:
+    with pytest.raises(KernelCompileError, match=f"begin elsewhere .* got {got}.*; expected 1024"):
+        load(compiled(elf(__text__sm90_mega_moe=64, **section)))
+
+
+def test_with_the_compiler_that_is_installed_it_begins_there() -> None:
+    pytest.importorskip("cuda.core", reason="needs the extra compile-cu12 or compile-cu13")
+    cubin = compile_kernel(next(builds(PROBLEM)).kernel).cubin
+    assert sections(cubin)[f".nv.shared.{KERNEL_NAME}"].num_bytes == SHARED_BASE

@@ -17,7 +17,9 @@ from megamoe.schedule.workspace import WorkspaceLayout
 from megamoe_cuda.driver import check
 from megamoe_cuda.jit.codegen import KERNEL_NAME
 from megamoe_cuda.jit.compiler import CompiledKernel, KernelCompileError
+from megamoe_cuda.jit.elf import sections
 from megamoe_cuda.kernel_config import KernelConfig
+from megamoe_cuda.smem_budget import SHARED_BASE
 from megamoe_cuda.tma import TENSOR_MAP_BYTES, byte_matrix_map
 from megamoe_cuda.workspace_layout import kernel_workspace
 
@@ -131,7 +133,8 @@ class LoadedKernel:
         Raises:
             CudaDriverError: the driver refused it (no SM90, no context).
             KernelCompileError: its threads have other registers at entry than its warpgroups share out. The last
-                warpgroup to ask for its share would wait for ever, before any watchdog.
+                warpgroup to ask for its share would wait for ever, before any watchdog. Or its dynamic shared memory
+                begins elsewhere than its WGMMA descriptors say.
         """
         self.config: KernelConfig = compiled.config
         if compiled.registers != self.config.tile.registers_at_entry:
@@ -140,6 +143,14 @@ class LoadedKernel:
                 got=compiled.registers,
                 expected=self.config.tile.registers_at_entry,
                 hint="use another NVRTC; with 13.0 these counts agree",
+            )
+        shared = sections(compiled.cubin).get(f".nv.shared.{KERNEL_NAME}")  # what lies before dynamic shared memory
+        if shared is None or shared.num_bytes != SHARED_BASE:
+            raise KernelCompileError(
+                "the assembler lets the kernel's dynamic shared memory begin elsewhere than its WGMMA descriptors say",
+                got=shared.num_bytes if shared else "no section that says where",
+                expected=SHARED_BASE,
+                hint="use another NVRTC; with 12.4 and 13.0 it begins there",
             )
         from cuda.bindings import driver
 

@@ -16,6 +16,7 @@ from megamoe_cuda.kernel_config import (
 from megamoe_cuda.workspace_layout import kernel_workspace
 
 MAX_DYNAMIC_BYTES = 232448  # 227 KiB, CUDA C++ programming guide, compute capability 9.0
+SHARED_BASE = 1024  # kSharedBase of pipeline/ring.cuh: where dynamic shared memory begins in a CTA's
 FLOAT_BYTES = 4
 WORD_BYTES = 4
 BARRIER_BYTES = 8
