@@ -228,10 +228,10 @@ MUTATIONS = (
         new="done = wait_until(cta.watchdog(), Phase::kCombine, owner, owner, cta.epoch - 1,",
     ),
     Mutation(
-        name="rows summed before they have come",
+        name="combine: the next piece's rows",
         file="roles/combine.cuh",
-        old="turn / kBuffers % 2)",
-        new="turn / kBuffers % 2 ^ 1)",
+        old="LaneColumns::load(row(turn, k))",
+        new="LaneColumns::load(row(turn + 1, k))",
     ),
     Mutation(
         name="fence before bulk reads of A2 dropped",
@@ -267,6 +267,12 @@ MUTATIONS = (
         old="if (condition && alive && peer_empty != 0) ptx::mbarrier_arrive_in_cluster(peer_empty + 8 * stage);",
         new="if (condition && peer_empty != 0) ptx::mbarrier_arrive(ring.empty(stage));",
         mode=QuantMode.BF16,
+        # The other CTA has read the stage and loads the next into both, while this one has not begun to read.
+        slowed=Edit(
+            file="pipeline/main_loop_bf16.cuh",
+            old="        await_full(stage);\n",
+            new=f"        await_full(stage);\nif (stage == 2 && rank_in_cluster() == 1) {{\n{spin(20_000)}}}\n",
+        ),
     ),
     Mutation(
         name="cluster: empty stages count one CTA's warps",
