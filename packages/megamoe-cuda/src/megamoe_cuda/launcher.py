@@ -154,6 +154,9 @@ class LoadedKernel:
             )
         from cuda.bindings import driver
 
+        self._context = check(driver.cuCtxGetCurrent())
+        self._bind = driver.cuCtxSetCurrent
+        self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self.layout = kernel_workspace(self.config)
         self._module = check(driver.cuModuleLoadData(compiled.cubin))
         self._function = check(driver.cuModuleGetFunction(self._module, KERNEL_NAME.encode()))
@@ -184,7 +187,11 @@ class LoadedKernel:
         self._arguments.write(calls)
         if stream != self._stream:
             self._stream, self._launch.hStream = stream, self._as_stream(stream)
-        check(self._launch_kernel(self._launch, self._function, self._arguments.parameters, 0))
+        launched = self._launch_kernel(self._launch, self._function, self._arguments.parameters, 0)
+        if launched[0] == self._no_context:  # the first call of CUDA in this thread
+            check(self._bind(self._context))
+            launched = self._launch_kernel(self._launch, self._function, self._arguments.parameters, 0)
+        check(launched)
 
 
 class _ArgumentBlock:

@@ -256,6 +256,7 @@ class CudaSession(DeviceSession):
 
     def _load(self, tile: TileConfig) -> LoadedKernel:
         with torch.cuda.device(self._device):
+            torch.cuda.mem_get_info()  # makes the context current in a thread that has not used CUDA yet
             return LoadedKernel(
                 load_or_compile(self._kernel_config(tile)),
                 workspaces=self._addresses,

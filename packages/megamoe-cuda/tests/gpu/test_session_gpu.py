@@ -176,6 +176,21 @@ def test_calls_of_two_threads_do_not_mix() -> None:
         session.check()
 
 
+def test_a_thread_that_has_not_used_cuda_may_load_and_launch() -> None:
+    """Neither a session's first call there nor a later one finds a current context."""
+    with BACKEND.open(BACKEND.plan(SINGLE)) as session:
+        (share,) = experts(SINGLE)
+        weights = session.prepare(share)
+        call, out = make_call(SINGLE, 8, 0), torch.empty(2, 8, SINGLE.hidden_size, dtype=torch.bfloat16, device="cuda")
+        torch.cuda.synchronize()
+        for index in range(2):
+            thread = Thread(target=session.forward, args=(*call, weights), kwargs={"out": out[index]})
+            thread.start()
+            thread.join()
+        assert torch.equal(out[0], out[1])
+        assert torch.equal(out[0], session.forward(*call, weights))
+
+
 def test_an_output_of_inference_mode_is_padded() -> None:
     with BACKEND.open(BACKEND.plan(SINGLE)) as session:
         (share,) = experts(SINGLE)

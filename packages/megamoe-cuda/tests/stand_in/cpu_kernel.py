@@ -53,6 +53,7 @@ def _patch() -> pytest.MonkeyPatch:
         ("synchronize", lambda device=None: None),
         ("is_current_stream_capturing", lambda: False),
         ("device", lambda device: contextlib.nullcontext()),
+        ("mem_get_info", lambda: (0, 0)),
         ("nvtx", SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)),
     ):
         patches.setattr(torch.cuda, name, value)
