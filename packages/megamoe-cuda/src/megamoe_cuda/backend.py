@@ -30,7 +30,7 @@ from megamoe_cuda.workspace_layout import kernel_workspace
 
 logger = logging.getLogger("megamoe.cuda")
 
-SEEN_RIGHT_ON: str | None = "NVIDIA H200, 2026-12-01, commit d27e9e1"
+SEEN_RIGHT_ON: str | None = "NVIDIA H200, 2026-12-01, commit 99b4655"
 """Where and when the conformance matrix passed. None: not seen right yet, so nothing is claimed."""
 
 IMPLEMENTED = frozenset(
