@@ -81,6 +81,18 @@ def test_tables_of_routing_have_to_fit_the_stages() -> None:
     assert BACKEND.supports(replace(problem, num_experts=96 * 32)).ok
 
 
+def test_rows_that_are_combined_have_to_fit_the_stages() -> None:
+    """Sixteen math warps and sixteen rows a token, with six stages left: nvcc refused the kernel."""
+    problem = replace(
+        MANY, quant="a8w4", act_format="fp8_1x128", hidden_size=8192, top_k=16, ep_size=32, num_max_tokens_per_rank=64
+    )
+    assert BACKEND.supports(replace(problem, num_experts=208 * 32)).ok
+    verdict = BACKEND.supports(replace(problem, num_experts=216 * 32))
+    assert (verdict.ok, verdict.reason) == (False, Reason.NUM_EXPERTS)
+    assert "plan fewer" in verdict.detail
+    assert BACKEND.supports(replace(problem, num_experts=216 * 32, top_k=8)).ok
+
+
 def test_a_tile_without_room_is_not_offered_and_can_not_be_pinned() -> None:
     """Few rows an expert: "auto" has small tiles only. Large ones have no room, which opening a session found out."""
     many = replace(MANY, quant="bf16")

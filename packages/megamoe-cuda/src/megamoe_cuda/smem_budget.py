@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe.errors import ConfigError
-from megamoe.problem import QuantMode
+from megamoe.problem import QuantMode, Transport
 from megamoe.schedule.tiles import round_up
 from megamoe_cuda.kernel_config import (
     BLOCK_K,
@@ -31,6 +31,7 @@ NUM_OPERAND_TABLES = 16  # numerics/fp4_as_fp8.cuh
 OPERAND_TABLE_BYTES = 8
 OPERAND_TABLES_ALIGNMENT = 256  # an entry's byte is the last of its address (pipeline/register_weights.cuh)
 STAGING_WARP_BYTES = 16 * 128  # a math warp's 16 rows, 128 bytes at a time
+PIECE_BYTES = {Transport.BF16: 512, Transport.FP8_BLOCKWISE_1X32: 528}  # PieceRow of roles/combine.cuh
 BULK_ALIGNMENT = 128  # bulk copies want 16
 MAX_PULL_SLOTS = 8  # rows in flight per dispatch warp
 FEWER_EXPERTS = "tables in it grow with experts and ranks: plan fewer"
@@ -93,6 +94,7 @@ def shared_memory(config: KernelConfig) -> SharedMemory:
     packed = weights + weight_buffers * weight_stage
     scales = packed + tile.packed_stages * PACKED_STAGE_BYTES
     _require_route_scratch(config, scales)
+    _require_combine_buffers(config, scales)
     staging = round_up(scales + tile.num_stages * scale_stage, BULK_ALIGNMENT)
     exchange = staging + tile.math_warps * STAGING_WARP_BYTES
     exchanges_amax = config.has_row_scales and not config.split_m and tile.swapped_rows < tile.block_m
@@ -172,6 +174,19 @@ def _require_route_scratch(config: KernelConfig, stages_bytes: int) -> None:
             got=scratch,
             expected=f"at most {stages_bytes} bytes",
             hint=FEWER_EXPERTS,
+        )
+
+
+def _require_combine_buffers(config: KernelConfig, stages_bytes: int) -> None:
+    """Combine uses the stages when they are no longer in use: a piece of each of a token's rows for every math warp
+    (Combiner of roles/combine.cuh)."""
+    buffers = config.tile.math_warps * config.top_k * PIECE_BYTES[config.transport]
+    if buffers > stages_bytes:
+        raise ConfigError(
+            "a token's rows do not fit the shared memory of the pipeline's stages when they are combined",
+            got=buffers,
+            expected=f"at most {stages_bytes} bytes",
+            hint=f"{FEWER_EXPERTS}; or pick fewer experts for a token",
         )
 
 
